@@ -88,7 +88,6 @@ class Shares:
         return any(each != client for each in self._lacking) and self._is_above(client)
 
     def note_refused(self, client: Client, now: float) -> None:
-        """A client was refused for want of room."""
         if not self._is_above(client):
             self._lacking[client] = now
             self._lacking.move_to_end(client)
@@ -115,26 +114,49 @@ class AdmissionSlot:
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that have come, or that replace them; raises Overloaded."""
-        self._admission._hold(self, num_bytes)
+        admission = self._admission
+        if self not in admission._slots:
+            return
+        if num_bytes > 0:
+            now = admission._clock()
+            admission._check_bytes(self, num_bytes, now)
+            # What comes earns time, of which it cannot save much.
+            self._due_at = min(self._due_at + num_bytes / MIN_BODY_RATE, now + PATIENCE_S)
+        self.num_bytes += num_bytes
+        admission._bytes.add(self.client, num_bytes)
 
     def let_go_of_bytes(self) -> None:
         """Count no bytes any more: they are token ids now, or on their way."""
-        self._admission._hold(self, -self.num_bytes)
+        self.hold(-self.num_bytes)
 
     def grow(self, num_sequences: int) -> None:
         """Take a slot for each of the request's sequences; raises Overloaded."""
-        self._admission._grow(self, num_sequences)
+        admission = self._admission
+        if self not in admission._slots:  # taken in the moment in which its body was complete
+            raise Overloaded(admission._retry_after_s)
+        now, num_more = admission._clock(), num_sequences - self.num_sequences
+        if num_more > 0:
+            admission._check(self.client, num_more, now)
+        self.num_sequences = num_sequences
+        admission._add(self.client, num_more, now)
 
     def end_sequences(self) -> None:
         """Give back the slots of sequences that have ended; their answer is on its way."""
-        self._admission._end_sequences(self)
+        admission = self._admission
+        if self not in admission._slots:
+            return
+        now, num_ended = admission._clock(), self.num_sequences
+        if admission._waiting_since is not None:
+            admission._ends.extend([now] * num_ended)
+        self.num_sequences = 0
+        admission._add(self.client, -num_ended, now)
 
     def leave(self) -> None:
-        self._admission._leave(self)
-
-    def on_come(self, num_bytes: int, now: float) -> None:
-        """So much more of the body has come: it earns time, of which it cannot save much."""
-        self._due_at = min(self._due_at + num_bytes / MIN_BODY_RATE, now + PATIENCE_S)
+        admission = self._admission
+        if self in admission._slots:
+            del admission._slots[self]
+            admission._bytes.add(self.client, -self.num_bytes)
+            admission._add(self.client, -self.num_sequences, admission._clock())
 
     def is_slow(self, now: float) -> bool:
         """Return whether the body may lose its slot to any other request."""
@@ -234,7 +256,7 @@ class Admission:
         if slot is None or slot.on_evicted is None or not may_go(slot):
             return False
         slot.on_evicted()
-        self._leave(slot)
+        slot.leave()
         return True
 
     def _slot_may_go(self, slot: AdmissionSlot, client: Client, now: float) -> int:
@@ -256,16 +278,6 @@ class Admission:
 
     # What is held.
 
-    def _hold(self, slot: AdmissionSlot, num_bytes: int) -> None:
-        if slot not in self._slots:
-            return
-        if num_bytes > 0:
-            now = self._clock()
-            self._check_bytes(slot, num_bytes, now)
-            slot.on_come(num_bytes, now)
-        slot.num_bytes += num_bytes
-        self._bytes.add(slot.client, num_bytes)
-
     def _check_bytes(self, slot: AdmissionSlot, num_bytes: int, now: float) -> None:
         """Make room for so many more bytes of a request, or raise Overloaded."""
         client, num_wanted = slot.client, self.num_bytes + num_bytes
@@ -279,31 +291,6 @@ class Admission:
                 wanted = f"at most {self._max_bytes} bytes of requests at once"
                 message = f"wanted {wanted}, found {self.num_bytes} and {num_bytes} more"
                 raise Overloaded(self._retry_after_s, message)
-
-    def _grow(self, slot: AdmissionSlot, num_sequences: int) -> None:
-        if slot not in self._slots:  # taken in the very moment in which its body was complete
-            raise Overloaded(self._retry_after_s)
-        now, num_more = self._clock(), num_sequences - slot.num_sequences
-        if num_more > 0:
-            self._check(slot.client, num_more, now)
-        slot.num_sequences = num_sequences
-        self._add(slot.client, num_more, now)
-
-    def _end_sequences(self, slot: AdmissionSlot) -> None:
-        if slot not in self._slots:
-            return
-        now, num_ended = self._clock(), slot.num_sequences
-        if self._waiting_since is not None:
-            self._ends.extend([now] * num_ended)
-        slot.num_sequences = 0
-        self._add(slot.client, -num_ended, now)
-
-    def _leave(self, slot: AdmissionSlot) -> None:
-        if slot not in self._slots:
-            return
-        del self._slots[slot]
-        self._bytes.add(slot.client, -slot.num_bytes)
-        self._add(slot.client, -slot.num_sequences, self._clock())
 
     def _add(self, client: Client, num_sequences: int, now: float) -> None:
         self._sequences.add(client, num_sequences)

@@ -28,12 +28,10 @@ from ray.serve.config import BackpressureConfig
 from cluster.actors.gcs_store import FailedStart, FailedStarts
 from cluster.config import DEFAULT_NUM_CPUS, rank_bundles
 from compile.errors import FieldError
-from serve.config import DeployConfig, PoolConfig, deploy_config
+from serve.config import RETRY_AFTER_S, DeployConfig, PoolConfig, deploy_config
 from serve.ingress import Ingress
-from serve.ingress_core import RETRY_AFTER_S
-from serve.listening import listen
-from serve.pools.draining import INGRESS, drain_at_exit
 from serve.pools.pool import Pool
+from serve.serve_run import INGRESS, drain_at_exit, listen
 
 MAX_ONGOING = 100_000
 """Open calls of a pool. The ingress bounds queues; a second bound would hide requests from it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -96,7 +96,6 @@ class PoolArgs(_Strict, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole pool."""
         return self.replicas * self.tensor_parallel_size * self.data_parallel_size
 
 
@@ -250,6 +249,21 @@ class DeployArgs(_Strict, frozen=True):
     """A YAML file of these arguments ([bundled.yaml](../examples/configs/bundled.yaml)); none may
     be given both in it and beside it. `LLM` takes the same file."""
 
+    @property
+    def needs_key(self) -> bool:
+        return bool(texts(self.api_keys) or self.api_keys_file)
+
+    @property
+    def divides_prefix_cache(self) -> bool:
+        """Whether each key finds in the prefix cache what it has left there alone."""
+        return self.needs_key and self.prefix_cache_sharing == "key"
+
+
+def texts(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the texts of a list, which may also be one text with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(stripped for part in parts if (stripped := part.strip()))
+
 
 def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
     """Turn key=value text or typed nested values into `DeployArgs`.
@@ -355,7 +369,6 @@ def _insert(
 
 
 def _read_file(name: Any) -> dict[str, Any]:
-    """Return the arguments in a YAML file, nested as they stand there."""
     if not isinstance(name, str):
         raise FieldError("config", "the name of a YAML file", name)
     path = Path(name).expanduser()

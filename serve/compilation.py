@@ -89,8 +89,7 @@ def compilation_fields(
 ) -> dict[str, Any]:
     """Return the level and the fields that are given, by whichever name, as they are kept.
 
-    Raises:
-        FieldError: a field is unknown, holds what cannot be used, or is given twice.
+    Raises FieldError for one that is unknown, cannot be used or is given twice.
     """
     fields = {name: _converted(name, value) for name, value in given.items()}
     stated: dict[str, Any] = {}
@@ -119,7 +118,6 @@ Meaning = tuple[str, str, Any, Any]
 def _meanings(
     compiles: TorchCompileConfig | UnsetType | None, graphs: CudaGraphConfig | UnsetType | None
 ) -> list[Meaning]:
-    """Return what the two sections stand for."""
     section = "torch_compile_config"
     found: list[Meaning] = []
     pieces: bool | UnsetType = UNSET

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cluster.config import (
     CacheConfig,
     EngineConfig,
@@ -21,14 +23,15 @@ from cluster.config import (
     TransferConfig,
 )
 from cluster.engine.blocks import check_num_blocks
+from cluster.observe.metrics import Described
 from cluster.wire.messages import PROTOCOL_VERSION
 from compile.config import CompilationConfig
 from compile.errors import FieldError
 from compile.resolve import PRESETS, StepLimits, resolve
 from model.config import ModelConfig, fingerprint
-from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
+from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes, texts
+from serve.clients import check_keys, read_keys
 from serve.compilation import check_names
-from serve.keys import check_keys, read_keys
 from serve.observe.tracing import check_endpoint
 from serve.openai.answer_parser import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
@@ -42,29 +45,43 @@ LOCAL_FIELDS = ("cache_dir", "debug_dump_path")
 """Of compilation: where a machine keeps files. Processes need not agree on it."""
 MAX_INGRESSES = 64
 """Engines send to 128 addresses, and while a deployment is replaced both have theirs."""
+MAX_SEQUENCES = 1024
+"""Sequences of one request (prompts times `n`), or as many as may be alive if those are fewer;
+more get 400."""
+RETRY_AFTER_S = 2
+"""What a client is told to wait by Ray's proxy or while the pools load, and at least where no place
+is free."""
 
 
-@dataclass(frozen=True)
-class AccessConfig:
-    """Which requests an ingress accepts, as the arguments of these names say."""
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the HTTP application knows of a deployment."""
 
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_keys_file: Path | None = None
-    open_paths: tuple[str, ...] = ()
-    shares_prefix_cache: bool = False
-    """Whether the prefix cache shows a key what others' requests have left there."""
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    trusted_proxies: int = 0
+    served_model_name: str
+    """What answers call the model."""
+    other_model_names: tuple[str, ...] = ()
+    """What requests may call it besides."""
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    args: DeployArgs = DeployArgs()
+    """What `deploy` was asked for."""
+    retry_after_s: float = RETRY_AFTER_S
+    """The `Retry-After` of requests before the pools are ready."""
+    max_sequences: int = MAX_SEQUENCES
+    """Of one request: the prompts of a completions request, each with `n` choices."""
+    vocab_size: int | None = None
+    """Token ids that the model knows, fewer or more than its tokenizer's; None: as many."""
+    max_prompt_len: int | None = None
+    """The longest prompt whose KV the model can compute; None: any."""
+    cache_info: tuple[tuple[str, str], ...] = ()
+    """Labels of the metric `cache_config_info`."""
 
     @property
-    def needs_key(self) -> bool:
-        return bool(self.api_keys) or self.api_keys_file is not None
+    def model_names(self) -> tuple[str, ...]:
+        return (self.served_model_name, *self.other_model_names)
 
     @property
-    def divides_prefix_cache(self) -> bool:
-        """Whether each key finds in the prefix cache what it has left there alone."""
-        return self.needs_key and not self.shares_prefix_cache
+    def described(self) -> Described:
+        return Described(self.served_model_name, self.max_model_len, self.cache_info)
 
 
 @dataclass(frozen=True)
@@ -91,37 +108,15 @@ class DeployConfig:
     that may talk to each other.
     """
 
-    served_model_names: tuple[str, ...]
-    """What requests may call the model; the first is what answers say."""
     model_path: str
-    vocab_size: int
-    """Token ids that the model knows, fewer or more than its tokenizer's."""
-    max_prompt_len: int | None
-    """The longest prompt whose KV the model can compute; None: any."""
     pools: tuple[PoolConfig, ...]
     config_hash: str
-    access: AccessConfig
-    args: DeployArgs = field(repr=False)
-    """What they were resolved from. Its keys are not to be seen in a log."""
+    api: ApiSettings = field(repr=False)
+    """The keys among its arguments are not to be seen in a log."""
 
     @property
-    def served_model_name(self) -> str:
-        return self.served_model_names[0]
-
-    @property
-    def max_model_len(self) -> int:
-        return self.pools[0].engine.max_model_len
-
-    @property
-    def cache_info(self) -> tuple[tuple[str, str], ...]:
-        """What the metric `cache_config_info` tells of the KV cache."""
-        engine = self.pools[0].engine
-        return (
-            ("block_size", str(engine.cache.block_size)),
-            ("cache_dtype", engine.dtype),
-            ("enable_prefix_caching", str(engine.cache.enable_prefix_caching)),
-            ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
-        )
+    def args(self) -> DeployArgs:
+        return self.api.args
 
     @property
     def max_running(self) -> int:
@@ -145,7 +140,6 @@ class DeployConfig:
 
 
 def bundled_model() -> Path:
-    """Return the tiny checkpoint that ships with Lockstep."""
     here = Path(__file__).resolve().parent
     for path in (here / "bundled" / "tiny", here.parent / "examples" / "tiny"):
         if (path / "config.json").is_file():
@@ -179,16 +173,24 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     if not 1 <= num_ingresses <= most:
         wanted_ingresses = f"1 to {most} where {max_running} sequences decode at once"
         raise FieldError("ingress.replicas", wanted_ingresses, num_ingresses)
-    return DeployConfig(
-        served_model_names=_served_names(args),
-        model_path=str(path),
+    served_model_name, *other_model_names = _served_names(args)
+    engine = pools[0].engine
+    api = ApiSettings(
+        served_model_name=served_model_name,
+        other_model_names=tuple(other_model_names),
+        max_model_len=engine.max_model_len,
+        args=_with_checked_keys(args),
+        max_sequences=min(MAX_SEQUENCES, (max_running + args.max_queued_requests) // num_ingresses),
         vocab_size=model.vocab_size,
         max_prompt_len=model.max_prompt_len,
-        pools=pools,
-        config_hash=_config_hash(pools[0].engine, args),
-        access=_access(args),
-        args=args,
+        cache_info=(
+            ("block_size", str(engine.cache.block_size)),
+            ("cache_dtype", engine.dtype),
+            ("enable_prefix_caching", str(engine.cache.enable_prefix_caching)),
+            ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
+        ),
     )
+    return DeployConfig(str(path), pools, _config_hash(engine, args), api)
 
 
 def check_device(config: DeployConfig, num_gpus: float) -> None:
@@ -316,33 +318,20 @@ def _device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _access(args: DeployArgs) -> AccessConfig:
-    keys = _texts(args.api_keys)
-    check_keys("api_keys", keys)
-    file = Path(args.api_keys_file).expanduser().absolute() if args.api_keys_file else None
-    if file is not None:
-        read_keys(file)
-    return AccessConfig(
-        api_keys=keys,
-        api_keys_file=file,
-        open_paths=_texts(args.open_paths),
-        shares_prefix_cache=args.prefix_cache_sharing == "all",
-        allowed_hosts=_texts(args.allowed_hosts),
-        allowed_origins=_texts(args.allowed_origins),
-        trusted_proxies=args.trusted_proxies,
-    )
-
-
-def _texts(value: str | list[str]) -> tuple[str, ...]:
-    """Return the texts of a list, which may also be one text with commas."""
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(stripped for part in parts if (stripped := part.strip()))
+def _with_checked_keys(args: DeployArgs) -> DeployArgs:
+    """Return arguments whose keys can be used, with the place of their file on this machine."""
+    check_keys("api_keys", texts(args.api_keys))
+    if not args.api_keys_file:
+        return args
+    file = Path(args.api_keys_file).expanduser().absolute()
+    read_keys(file)
+    return msgspec.structs.replace(args, api_keys_file=str(file))
 
 
 def _served_names(args: DeployArgs) -> tuple[str, ...]:
     """Return what is asked for, or the path's last component as it was given, even if a link."""
     if args.served_model_name:
-        names = _texts(args.served_model_name)
+        names = texts(args.served_model_name)
         if not names or len(set(names)) < len(names):
             raise FieldError("served_model_name", "different names", args.served_model_name)
         return names

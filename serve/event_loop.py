@@ -1,22 +1,19 @@
-"""What keeps an event loop free: threads for long work, a throttle for bursts, batches of streamed
-tokens, and receive loops.
+"""What keeps an event loop free.
 
-*Threads.* Parsing, templating, tokenizing and the writing of long answers run there. Short work has
-threads of its own and never waits for long work; the queue is bounded, and so is how long work may
-take. A thread cannot be ended from outside: work that may take long calls its `check` between two
-parts, and stops there once its result is not wanted any more.
+*Threads.* Parsing, templating, tokenizing and the writing of long answers run there; short work
+never waits for long work. A thread cannot be ended from outside: work that may take long calls its
+`check` between two parts, and stops there once its result is not wanted any more.
 
-*Throttle.* A turn of the event loop runs everything that is ready: if three hundred requests arrive
-together, it begins all of them before it delivers the next token of any stream. With a throttle it
-begins a few, does everything else once, and so on.
+*Throttle.* A turn of the event loop runs everything that is ready: without a throttle, three
+hundred requests that arrive together begin before the next token of any stream is delivered.
 
 *Tick.* A chunk of a stream costs Ray's proxy and the ingress more than a token costs a small model.
 So the more streams there are, the longer the next tokens of each wait in its mailbox, all of them
-for the same tick, and are taken from there as one output and sent as one chunk.
+for the same tick, and are sent as one chunk.
 
-*Receive loops.* Awaiting a ZeroMQ socket that has frames returns at once and never yields to the
-event loop. So every loop over a socket pauses after a number of frames, or after a time, for one
-round of everything else.
+*Receive loops.* Awaiting a ZeroMQ socket that has frames returns at once and never yields. So every
+loop over a socket pauses after a number of frames, or after a time, for one round of everything
+else.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class WorkThreads:
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
         """Return what `work` returns. size: of what it reads or writes, in characters or bytes.
 
-        Raises:
-            Overloaded: too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
+        Overloaded if too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
         """
         if size <= MAX_INLINE:
             return work(lambda: None)
@@ -205,7 +201,6 @@ def loop_budget() -> Budget:
 
 
 def has_waiting(socket: zmq.asyncio.Socket) -> bool:
-    """Return whether a message waits to be received."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 

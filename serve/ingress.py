@@ -20,26 +20,27 @@ from starlette.applications import Starlette
 
 from cluster.actors.board_clients import IngressBoard
 from cluster.actors.gcs_store import application_secret
+from cluster.actors.status_board import NAMESPACE
 from cluster.observe.logs import configure_logs
-from cluster.observe.metrics import Described
 from cluster.wire.credentials import Credentials
 from serve.config import DeployConfig, check_device
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, StreamBatcher
 from serve.ingress_core import IngressCore
-from serve.openai import direct
+from serve.openai import endpoint
 from serve.openai.app import build_app
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
 from serve.pools.mailboxes import TokenSocket
-from serve.pools.quarantine import Quarantine
+from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
-from serve.pools.shared_lock import ActorLock
 
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `malloc.h`."""
 LARGE_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 1e-3
 """How soon a thread that parses or templates lets the event loop in; Python's default is 5 ms."""
+ASK_TIMEOUT_S = 30.0
+"""How long asking for the lock may take, in which its actor may have to start."""
 
 
 class _PoolHandle:
@@ -67,10 +68,8 @@ class Ingress:
         check_device(config, ray.cluster_resources().get("GPU", 0))
         context = ray_serve.get_replica_context()
         app_name, node = context.app_name, ray.util.get_node_ip_address()
-        self._config = config
         ingress_id = context.replica_id.unique_id
-        described = Described(config.served_model_name, config.max_model_len, config.cache_info)
-        board = IngressBoard(app_name, [pool.name for pool in config.pools], described)
+        board = IngressBoard(app_name, [pool.name for pool in config.pools], config.api.described)
         secret = await asyncio.to_thread(application_secret, app_name)
         # Ray reads it so too.
         self._is_behind_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
@@ -93,10 +92,7 @@ class Ingress:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
         # HAProxy tells nobody who has connected to it; Ray's own proxy hands it on.
         app: Starlette = build_app(
-            self._core.serving,
-            self._config.access,
-            is_peer_known=not self._is_behind_haproxy,
-            sends_id=False,
+            self._core.serving, is_peer_known=not self._is_behind_haproxy, sends_id=False
         )
         return app
 
@@ -115,21 +111,21 @@ class Ingress:
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer what would be posted to /v1/chat/completions."""
-        return await direct.answer(self._core.serving, parse_chat, body)
+        return await endpoint.answer(self._core.serving, parse_chat, body)
 
     async def stream_chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a chat completion; call with `options(stream=True)`."""
-        async with aclosing(direct.stream(self._core.serving, parse_chat, body)) as chunks:
+        async with aclosing(endpoint.stream(self._core.serving, parse_chat, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer what would be posted to /v1/completions."""
-        return await direct.answer(self._core.serving, parse_completion, body)
+        return await endpoint.answer(self._core.serving, parse_completion, body)
 
     async def stream_complete(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a completion; call with `options(stream=True)`."""
-        async with aclosing(direct.stream(self._core.serving, parse_completion, body)) as chunks:
+        async with aclosing(endpoint.stream(self._core.serving, parse_completion, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -143,3 +139,38 @@ def _map_large_buffers() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+class ActorLock:
+    """The lock of all ingresses of an application: a `FairLock` in a small named actor.
+
+    It is made when a suspect first asks for it, so most applications never have one. If it ends
+    with the ingress that made it, the next one to ask makes another.
+    """
+
+    def __init__(self, app_name: str, ingress_id: str) -> None:
+        self._actor_name = f"quarantine:{app_name}"
+        self._ingress_id = ingress_id
+        self._actor: Any = None
+
+    async def take(self) -> bool:
+        try:
+            if self._actor is None:
+                # Ray is asked for the name and answers late while it is busy with dead ranks.
+                self._actor = await asyncio.to_thread(self._found)
+            call = self._actor.take.remote(self._ingress_id)
+            return bool(await asyncio.wait_for(call, ASK_TIMEOUT_S))
+        except TimeoutError:
+            return True
+        except (ValueError, ray.exceptions.RayError):
+            self._actor = None
+            return True
+
+    def _found(self) -> Any:
+        remote = ray.remote(num_cpus=0)(FairLock)
+        options = {"name": self._actor_name, "namespace": NAMESPACE, "get_if_exists": True}
+        return remote.options(**options).remote()
+
+    def give_back(self) -> None:
+        if self._actor is not None:
+            self._actor.give_back.remote(self._ingress_id)

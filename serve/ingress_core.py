@@ -26,29 +26,21 @@ from cluster.observe.metrics import MetricsSnapshot
 from cluster.process import keep_what_is_loaded
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
-from serve.config import DeployConfig
+from serve.config import RETRY_AFTER_S, DeployConfig
 from serve.event_loop import StreamBatcher
 from serve.observe.request_log import RequestLog
-from serve.observe.start_progress import StartLog
 from serve.observe.tracing import Tracing, otlp_exporter
-from serve.openai.backend import ApiSettings, Serving
 from serve.openai.errors import ApiError
+from serve.openai.generation import Serving
 from serve.pools.router import Router
-from serve.readiness import Readiness, log
-from serve.requests.cache_salt import CacheSalts
+from serve.readiness import Readiness, StartLog, log
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 
-MAX_SEQUENCES = 1024
-"""Sequences of one request (prompts times `n`), or as many as may be alive if those are fewer;
-more get 400."""
 POLL_PERIOD_S = 0.25
 """How often the ingress reads the status board."""
 REFRESH_TIMEOUT_S = 3.0
 """How long one reading of it may take."""
-RETRY_AFTER_S = 2
-"""What a client is told to wait by Ray's proxy or while the pools load, and at least where no place
-is free."""
 WATCHED_S = 5.0
 """How long after a look at `/status` figures for the next one are still fetched."""
 LOOP_TICK_S = 0.005
@@ -107,20 +99,8 @@ class IngressCore:
             max_body_bytes=args.max_body_bytes,
             retry_after_s=RETRY_AFTER_S,
         )
-        settings = ApiSettings(
-            served_model_name=config.served_model_name,
-            other_model_names=config.served_model_names[1:],
-            max_model_len=config.max_model_len,
-            args=config.args,
-            max_sequences=min(MAX_SEQUENCES, self._admission.max_live),
-            vocab_size=config.vocab_size,
-            max_prompt_len=config.max_prompt_len,
-            retry_after_s=RETRY_AFTER_S,
-            cache_info=config.cache_info,
-        )
-        salts = CacheSalts(secret, is_per_key=config.access.divides_prefix_cache)
         self.serving = Serving(
-            settings, self, lambda: self._tokenizer, self._admission, tick, salts
+            config.api, self, lambda: self._tokenizer, self._admission, tick, secret
         )
         """What the HTTP application and calls by handle are built over."""
         if args.log_requests == "on":
@@ -203,8 +183,8 @@ class IngressCore:
         self._watched_at = time.monotonic()
         return {
             **self._readiness.body,
-            "model": self._config.served_model_name,
-            "needs_key": self._config.access.needs_key,
+            "model": self._config.api.served_model_name,
+            "needs_key": self._config.args.needs_key,
             "num_live": self._admission.num_live + self._readiness.num_live_elsewhere,
             "max_live": self._admission.max_live * self._config.num_ingresses,
             "figures": self._figures,

@@ -24,9 +24,8 @@ from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import GenerateRequest, Submit, TokenLogprobs
 from compile.config import CompilationConfig
 from model.fields import Source, convert
-from serve.clients import UNKNOWN
+from serve.clients import UNKNOWN, CacheSalt, CacheSalts
 from serve.config import engine_config
-from serve.requests.cache_salt import CacheSalt, CacheSalts
 from serve.requests.choice import Choice, GenerationError, StopStrings
 from serve.requests.sampling import Resolver, SamplingParams
 from serve.requests.structured import StructuredOutputsParams, Verdicts
@@ -100,9 +99,8 @@ class LLM:
     ) -> None:
         """Load a checkpoint; None is the bundled one. FieldError for what cannot be used.
 
-        Args:
-            compilation_config: a configuration, its fields (also as JSON), or a level.
-            options: arguments of `deploy` that concern one engine.
+        `compilation_config` is a configuration, its fields (also as JSON), or a level; `options`
+        are arguments of `deploy` that concern one engine.
         """
         if model is not None:
             options["model"] = str(model)
@@ -125,11 +123,8 @@ class LLM:
         """Generate for one prompt or many, as text or token ids; outputs are in their order.
 
         A prompt may be a `TextPrompt` or a `TokensPrompt`, which has a `cache_salt` too.
-
-        Raises:
-            GenerationError: a prompt cannot be served, because it is too long for example.
-            ValueError: there are several sampling parameters, but not one for each prompt; or a
-                prompt has fields that it may not have.
+        GenerationError if a prompt cannot be served; ValueError if there are several sampling
+        parameters, but not one for each prompt, or a prompt has fields that it may not have.
         """
         given: Any = prompts
         is_one = isinstance(given, str | dict) or (given and isinstance(given[0], int))

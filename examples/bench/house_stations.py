@@ -23,9 +23,10 @@ from typing import Any
 
 from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
 from serve.admission import Admission
+from serve.config import ApiSettings
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 
 NUM_TOKENS = 4

@@ -40,9 +40,10 @@ from cluster.observe.metrics import (
 )
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.admission import Admission
+from serve.config import ApiSettings
 from serve.observe.request_log import RequestLog
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

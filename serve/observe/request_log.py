@@ -38,12 +38,9 @@ class RecordThread:
         pause_s: float = 0.0,
         at_close: Callable[[], None] | None = None,
     ) -> None:
-        """Start the thread.
+        """Start the thread, which pauses between two batches, and calls `at_close` at its end.
 
-        Args:
-            handle: takes a record, when its request ended, and how many were dropped before it.
-            pause_s: between two batches of records.
-            at_close: called by the thread when all was handled.
+        handle: takes a record, when its request ended, and how many were dropped before it.
         """
         self._waiting: queue.Queue[tuple[RequestRecord, float] | None] = queue.Queue(max_waiting)
         self._num_dropped = 0

@@ -96,11 +96,7 @@ class Tracing:
 
 
 def check_endpoint(endpoint: str) -> Any:
-    """Return the class of an exporter to this endpoint.
-
-    Raises:
-        FieldError: it is no URL, or a package is missing.
-    """
+    """Return the class of an exporter; FieldError if this is no URL, or a package is missing."""
     try:
         url = urlsplit(endpoint)
         is_url = url.scheme in SCHEMES and bool(url.hostname) and url.port != 0
@@ -287,7 +283,6 @@ class _ReportedOnce(logging.Handler):
         self._reason = self._reason or record.getMessage()
 
     def export(self, spans: Any) -> Any:
-        """Send a batch."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         self._reason = ""

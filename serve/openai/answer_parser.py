@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serve.openai.json_scanner import SPACE
-from serve.openai.tool_parser import CallDelta, ToolFormat, ToolParser, start_of_part
+from serve.openai.tool_parser import SPACE, CallDelta, ToolFormat, ToolParser, start_of_part
 
 OPENER = "<think>"
 CLOSER = "</think>"
@@ -46,7 +45,6 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that divide an answer."""
         of_reasoning = () if self.reasoning is ReasoningFormat.NONE else (OPENER, CLOSER)
         return frozenset((*of_reasoning, *(self.tools.markers if self.tools else ())))
 

@@ -246,12 +246,8 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, first: Choice, num_candidates: int | None
 ) -> PromptLogprobs | UnsetType:
-    """Return one entry per token of a prompt, null for the first: nothing precedes it.
-
-    Args:
-        first: the prompt's first choice.
-        num_candidates: as asked for; None: they are left out.
-    """
+    """Return one entry per token of the prompt of a `first` choice, null for its first: nothing
+    precedes it. UNSET if none are asked for."""
     if num_candidates is None:
         return UNSET
     found = limited(first.prompt_logprobs, num_candidates)

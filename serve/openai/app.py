@@ -6,6 +6,7 @@ import asyncio
 import time
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.config import AccessConfig
-from serve.keys import ApiKeys
+from serve.arguments import texts
+from serve.clients import ApiKeys
 from serve.observe import page
 from serve.openai import openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList
-from serve.openai.backend import Serving
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
 from serve.openai.endpoint import (
@@ -31,6 +31,7 @@ from serve.openai.endpoint import (
     respond,
 )
 from serve.openai.errors import ApiError, answer_http_exception, retry_after
+from serve.openai.generation import Serving
 from serve.openai.middleware import RequestMiddleware
 from serve.openai.responses import parse_responses
 
@@ -42,23 +43,14 @@ NO_TEXT = (
 """Paths of OpenAI and vLLM for models of another kind."""
 
 
-def build_app(
-    serving: Serving,
-    access: AccessConfig | None = None,
-    *,
-    is_peer_known: bool = True,
-    sends_id: bool = True,
-) -> Starlette:
+def build_app(serving: Serving, *, is_peer_known: bool = True, sends_id: bool = True) -> Starlette:
     """Return the API over a backend; requests get 503 until its tokenizer is loaded.
 
     Args:
         is_peer_known: a request's scope says who has connected, and not a proxy of Ray's.
         sends_id: put `X-Request-Id` into answers, which no server in front does.
-
-    Raises:
-        FieldError: the file of keys cannot be used.
     """
-    access = access or AccessConfig()
+    args = serving.settings.args
     handlers = Handlers(serving)
     posts: dict[str, Handler] = {
         "/v1/chat/completions": partial(respond, serving, parse_chat),
@@ -78,7 +70,7 @@ def build_app(
         "/version": handlers.version,
         "/metrics": handlers.metrics,
     }
-    if serving.settings.args.debug:
+    if args.debug:
         gets |= {
             "/debug/ranks": handlers.debug_ranks,
             "/debug/ingress": handlers.debug_ingress,
@@ -88,11 +80,11 @@ def build_app(
         *(Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()),
         *(Route(path, guarded(handler)) for path, handler in gets.items()),
     ]
+    key_file = Path(args.api_keys_file) if args.api_keys_file else None
     middleware = Middleware(
         RequestMiddleware,
         serving=serving,
-        access=access,
-        keys=ApiKeys(access.api_keys, access.api_keys_file),
+        keys=ApiKeys(texts(args.api_keys), key_file),
         is_peer_known=is_peer_known,
         routes=[route.path for route in routes],
         sends_id=sends_id,

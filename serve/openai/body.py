@@ -37,20 +37,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 def parse(body: bytes, kind: type[S], max_model_len: int) -> S:
     """Return the struct that the JSON object in a body holds.
 
-    Raises:
-        ApiError: no JSON object, too many values, or an unknown field.
-        FieldError: a field is missing, not built or holds what it cannot.
+    ApiError if there is none, or too many values, or an unknown field; FieldError if a field is
+    missing, not built or holds what it cannot.
     """
     return convert(parse_fields(body, kind, max_model_len), kind, Source.JSON)
 
 
 def parse_fields(body: bytes, kind: type[msgspec.Struct], max_model_len: int) -> dict[str, Any]:
-    """Return the fields of the JSON object in a body that are implemented and given.
-
-    Raises:
-        ApiError: no JSON object, too many values, or an unknown field.
-        FieldError: an inert field has another value.
-    """
+    """Return the fields that are implemented and given; raises as `parse`."""
     check_values(body, max_model_len)
     try:
         found = msgspec.json.decode(body)
@@ -62,11 +56,7 @@ def parse_fields(body: bytes, kind: type[msgspec.Struct], max_model_len: int) ->
 
 
 def check_values(body: bytes, max_model_len: int) -> None:
-    """Refuse JSON of very many or very long values before they are built; a few ms for each MB.
-
-    Raises:
-        ApiError: says how many there may be.
-    """
+    """Refuse JSON of very many or very long values before they are built; a few ms for each MB."""
     if len(body) <= SMALL_BYTES:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -108,7 +98,6 @@ def ignored_fields(kind: type) -> frozenset[str]:
 
 @cache
 def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Return all fields that are not refused by their names."""
     return ignored_fields(kind).union(kind.__struct_fields__, inert_fields(kind))
 
 
@@ -120,7 +109,6 @@ def structs_within(kind: Any) -> list[type[msgspec.Struct]]:
 
 @cache
 def _nested(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the types of those fields that hold objects."""
     return {name: hint for name, hint in hints_of(kind).items() if structs_within(hint)}
 
 

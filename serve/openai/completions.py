@@ -10,6 +10,7 @@ from itertools import accumulate
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serve.config import ApiSettings
 from serve.event_loop import Check
 from serve.openai.answers import (
     Completion,
@@ -20,9 +21,8 @@ from serve.openai.answers import (
     limited,
     prompt_logprobs,
 )
-from serve.openai.backend import ApiSettings, Serving
 from serve.openai.body import parse
-from serve.openai.generation import Generation
+from serve.openai.generation import Generation, Serving
 from serve.openai.schema import CompletionRequest, check_num_chars
 from serve.requests.choice import Choice, OutputDelta
 from serve.requests.tokenizer import Tokenizer, detokenizer
@@ -37,7 +37,6 @@ class CompletionAdapter:
     def __init__(
         self, request: CompletionRequest, settings: ApiSettings, tokenizer: Tokenizer
     ) -> None:
-        """Read a request; raises FieldError where it is beyond the limits."""
         self.id = f"cmpl-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = settings.served_model_name
@@ -76,10 +75,9 @@ class CompletionAdapter:
         return self._tokenizer.decode(known, self.request.skip_special_tokens)
 
     def response(self, generation: Generation) -> msgspec.Struct:
-        choices = [
-            self._whole(choice, generation.first_of(choice)) for choice in generation.choices
-        ]
-        return self._completion(choices, generation.usage())
+        choices = generation.choices
+        firsts = [choices[choice.index - choice.index % self.request.n] for choice in choices]
+        return self._completion([*map(self._whole, choices, firsts)], generation.usage())
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         found = choice.take()
@@ -144,10 +142,15 @@ class CompletionAdapter:
         has_begun = choice.index in self._begun
         self._begun.add(choice.index)
         wants_ids = self.request.return_token_ids
+        logprobs: CompletionLogprobs | None = None
+        if self.request.logprobs is not None:
+            logprobs = completion_logprobs(
+                self._tokenizer, found.token_ids, found.logprobs, found.offsets
+            )
         return CompletionChoice(
             index=choice.index,
             text=found.text if has_begun else self._echo(choice) + found.text,
-            logprobs=self._logprobs(found),
+            logprobs=logprobs,
             finish_reason=found.finish_reason,
             stop_reason=found.stop_reason,
             prompt_token_ids=(
@@ -155,11 +158,6 @@ class CompletionAdapter:
             ),
             token_ids=found.token_ids if wants_ids else UNSET,
         )
-
-    def _logprobs(self, found: OutputDelta) -> CompletionLogprobs | None:
-        if self.request.logprobs is None:
-            return None
-        return completion_logprobs(self._tokenizer, found.token_ids, found.logprobs, found.offsets)
 
 
 def parse_completion(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionAdapter:

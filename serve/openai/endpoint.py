@@ -7,8 +7,18 @@
 4. *Prepare*: its prompts become token ids, and sampling is resolved against their length. A prompt
    that is too long gets 400, and so does an answer that could become too large.
 5. *Generate*: its sequences run (this and the previous one: `generation.py`).
-6. *Render*: the adapter turns what they produce into JSON, once at the end or event by event, which
-   `streaming.py` sends.
+6. *Render*: the adapter turns what they produce into JSON, once at the end or event by event.
+7. *Send*: nothing until the first event, or the whole answer, exists, so that an error before that
+   still has its own HTTP status. A later error is an event, followed by [DONE] unless events have
+   types; a whole answer that has begun is cut off.
+
+A call by handle from another Ray app has the same body, checks and answer, without HTTP (`answer`,
+`stream`); its errors are `RequestRefused`, which can travel between processes.
+
+A client that reads slowly is noticed only if the server in front is not Ray's Python proxy, whose
+queue takes everything at once. Without it a send waits until the client has read, and what comes
+meanwhile is sent in one chunk. A client that lets `MAX_WAITING_BYTES` wait, or reads nothing for
+`SEND_TIMEOUT_S`, is cut off.
 
 If the client leaves or does not read, or time is up, the generation ends, which aborts its
 sequences and frees the slots. When a request is refused, the rest of its body is read for a while
@@ -18,19 +28,22 @@ and dropped: a client whose connection is closed while it sends sees a reset ins
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
+import json
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from serve import clients
 from serve.admission import AdmissionSlot, Overloaded
-from serve.openai.backend import Serving
 from serve.openai.errors import ApiError, as_api_error
-from serve.openai.generation import Generation, RequestAdapter
-from serve.openai.streaming import ClientGone, EventStream, WholeAnswer
+from serve.openai.generation import Generation, RequestAdapter, Serving
 from serve.requests.records import RequestRecord
 from serve.requests.tokenizer import Tokenizer
 
@@ -42,6 +55,13 @@ MAX_DISCARD_PAUSE_S = 0.5
 """A client that sends nothing for so long is taken to wait for the answer."""
 MAX_DISCARDS = 64
 """Refused bodies that are read at once; further connections are just closed."""
+SEND_TIMEOUT_S = 30.0
+"""A client that reads nothing for so long is cut off, and its sequences end."""
+PIECE_BYTES = 256 * 1024
+"""Bytes of a whole answer that a client has to read in that time."""
+DONE = b"data: [DONE]\n\n"
+HANDLE = "handle"
+"""In place of a route."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 Parse = Callable[[Serving, Tokenizer, bytes], RequestAdapter]
@@ -89,8 +109,7 @@ async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
 async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
 
-    Raises:
-        ApiError, Overloaded: it is refused, and the rest of its body discarded.
+    With ApiError and Overloaded it is refused, and the rest of its body discarded.
     """
     await serving.requests.wait()
     slot: AdmissionSlot | None = None
@@ -121,19 +140,17 @@ def require_ready(serving: Serving) -> Tokenizer:
 
 def require_model(serving: Serving, name: str | None) -> None:
     """Raise ApiError unless `name` is one of the served model's or left out."""
-    settings = serving.settings
-    if name not in (None, settings.served_model_name, *settings.other_model_names):
-        wanted = " or ".join(settings.model_names)
+    names = serving.settings.model_names
+    if name is not None and name not in names:
+        wanted = " or ".join(names)
         raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
 
 
 async def _read(serving: Serving, request: Request, slot: AdmissionSlot, limit: int) -> bytes:
-    """Return the request's body, whose bytes count as held by `slot`.
+    """Return the request's body, whose bytes count as held by `slot`; raises Overloaded.
 
-    Raises:
-        ApiError: too many bytes have come (413); or it did not come within the request's time,
-            or came slowly while another request wanted its slot (408).
-        Overloaded: other requests hold too many bytes.
+    ApiError if too many bytes have come (413); or it did not come within the request's time, or
+    came slowly while another request wanted its slot (408).
     """
     timeout_s = serving.settings.args.request_timeout_s
     body = bytearray()
@@ -207,9 +224,7 @@ async def parsed(
 ) -> Generation:
     """Return the answer to a JSON body, which now has a slot for each of its sequences.
 
-    Raises:
-        ApiError, FieldError: it cannot be answered.
-        Overloaded: there is no room for all its sequences.
+    ApiError or FieldError if it cannot be answered; Overloaded if there is no room for all of them.
     """
     adapter = await serving.threads.run(len(body), lambda _: parse(serving, tokenizer, body))
     request, params = adapter.request, adapter.params
@@ -220,3 +235,228 @@ async def parsed(
     max_tokens = params.max_tokens
     serving.counts.on_parsed(params.n, None if max_tokens is UNSET else max_tokens)
     return Generation(serving, tokenizer, adapter, slot, record)
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or does not read: there is no use in an answer."""
+
+
+class _Answer(Response):
+    """An answer that is produced while its client stays and reads. Gives its slot back at the end.
+
+    The request's body must have been received. One timer watches all sends: one for each would
+    cost more than the send.
+    """
+
+    def __init__(self, generation: Generation, media_type: str) -> None:
+        super().__init__(media_type=media_type)
+        # Its body is not known yet; Response counted an empty one.
+        del self.headers["content-length"]
+        self._generation = generation
+        self._loop = asyncio.get_running_loop()
+        self._is_started = False
+        self._is_over = False
+        self._sending_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        leaving = self._loop.create_task(_disconnected(receive))
+        leaving.add_done_callback(self._on_left)
+        self._stays = asyncio.timeout(None)
+        self._look()
+        try:
+            async with self._stays:
+                try:
+                    await self._answer(scope, receive, send)
+                finally:
+                    self._is_over = True  # a callback that is due already comes all the same
+                    self._looking.cancel()
+                    leaving.remove_done_callback(self._on_left)
+                    leaving.cancel()
+                    self._generation.on_full = None
+        except ClientGone:
+            return
+        except TimeoutError:
+            if not self._stays.expired():
+                raise
+        finally:
+            self._generation.slot.leave()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._generation.timeout_s):
+                await self._write(send)
+        except ClientGone:
+            raise
+        except Exception as error:
+            refusal = as_api_error(error)
+            if self._is_started:
+                await self._write_error(send, refusal.body())
+            else:
+                await refusal.response()(scope, receive, send)
+
+    async def _write(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _write_error(self, send: Send, body: bytes) -> None:
+        raise NotImplementedError
+
+    async def _send(self, send: Send, body: bytes, *, more_body: bool = True) -> None:
+        """Send a part of the body, and before the first one the status and the headers."""
+        self._sending_since = self._loop.time()
+        self._generation.on_full = self._leave
+        if not self._is_started:
+            self._is_started = True
+            start = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **start})
+        await send({"type": "http.response.body", "body": body, "more_body": more_body})
+        self._generation.on_full = self._sending_since = None
+
+    def _look(self) -> None:
+        now, since = self._loop.time(), self._sending_since
+        if since is not None and now - since >= SEND_TIMEOUT_S:
+            self._leave()
+            return
+        self._looking = self._loop.call_at((since or now) + SEND_TIMEOUT_S, self._look)
+
+    def _on_left(self, leaving: asyncio.Task[None]) -> None:
+        if not leaving.cancelled():
+            leaving.exception()  # a failure to receive is the end of the connection too
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the answer: its client has left, or does not read."""
+        self._generation.on_full = None
+        if not self._is_over and not self._stays.expired():
+            self._stays.reschedule(self._loop.time())
+
+
+class EventStream(_Answer):
+    """Sends each event of a generation, and [DONE] at the end.
+
+    Events of a typed stream, as that of Responses, bear the name of their type, and no [DONE] is at
+    its end.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation, "text/event-stream")
+        self._is_typed = generation.adapter.has_typed_events
+        self.headers["Cache-Control"] = "no-cache"
+        self.headers["X-Accel-Buffering"] = "no"
+
+    async def _write(self, send: Send) -> None:
+        # Closed when the client leaves, also while it waits for its next event.
+        async with aclosing(self._generation.events()) as events:
+            async for event in events:
+                name = f"event: {getattr(event, 'type', '')}\n".encode() if self._is_typed else b""
+                await self._send(send, b"%bdata: %b\n\n" % (name, msgspec.json.encode(event)))
+        await self._end(send)
+
+    async def _write_error(self, send: Send, body: bytes) -> None:
+        name = b"event: error\n" if self._is_typed else b""
+        await self._send(send, b"%bdata: %b\n\n" % (name, body))
+        await self._end(send)
+
+    async def _end(self, send: Send) -> None:
+        await self._send(send, b"" if self._is_typed else DONE, more_body=False)
+
+
+class WholeAnswer(_Answer):
+    """Sends the JSON text of a generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation, "application/json")
+
+    async def _write(self, send: Send) -> None:
+        body = await self._generation.whole_answer()
+        self.headers["Content-Length"] = str(len(body))
+        for start in range(0, len(body), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            await self._send(send, body[start:end], more_body=end < len(body))
+
+    async def _write_error(self, send: Send, body: bytes) -> None:
+        raise ClientGone  # its length was promised already: only time ran out
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class RequestRefused(RuntimeError):
+    """A request failed; `body` is the error that HTTP would have answered with `status`."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(status, body)
+        self.status = status
+        self.body = body
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.body['error']['message']}"
+
+
+async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole answer to a call by handle; raises RequestRefused."""
+    async with _by_handle(serving, parse, body, is_stream=False) as generation:
+        async with asyncio.timeout(generation.timeout_s):
+            return dict(msgspec.json.decode(await generation.whole_answer()))
+
+
+async def stream(
+    serving: Serving, parse: Parse, body: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of a streamed answer to a call by handle; closing it aborts its sequences.
+
+    Raises RequestRefused.
+    """
+    async with _by_handle(serving, parse, body, is_stream=True) as generation:
+        ends_at = asyncio.get_running_loop().time() + generation.timeout_s
+        async with aclosing(generation.events()) as events:
+            while True:
+                async with asyncio.timeout_at(ends_at):  # around a `yield` it would hit the caller
+                    event = await anext(events, None)
+                if event is None:
+                    return
+                yield dict(msgspec.to_builtins(event, str_keys=True))
+
+
+@asynccontextmanager
+async def _by_handle(
+    serving: Serving, parse: Parse, body: dict[str, Any], *, is_stream: bool
+) -> AsyncIterator[Generation]:
+    """Hold a request's slot, and record it, as long as the block lasts; raises RequestRefused."""
+    try:
+        tokenizer = require_ready(serving)
+        record = RequestRecord(
+            secrets.token_hex(16), HANDLE, is_generating=True, status=200, client=clients.HANDLE
+        )
+        slot = serving.admission.enter(record.client)
+        try:
+            text = _encode(body, is_stream)
+            limit = serving.settings.args.max_body_bytes
+            if len(text) > limit:
+                raise ApiError(413, f"body: wanted at most {limit} bytes, found {len(text)}")
+            slot.hold(len(text))
+            generation = await parsed(serving, tokenizer, parse, text, slot, record)
+            del text  # its bytes are given back before the answer begins
+            yield generation
+        except Exception as error:
+            record.status = as_api_error(error).status
+            raise
+        finally:
+            slot.leave()
+            for call in serving.on_end:
+                call(record)
+    except Exception as error:
+        refusal = as_api_error(error)
+        raise RequestRefused(refusal.status, msgspec.json.decode(refusal.body())) from error
+
+
+def _encode(body: object, is_stream: bool) -> bytes:
+    """Return a body as JSON. msgspec would write NaN and inf as null, which means a default."""
+    if not isinstance(body, dict):
+        found = type(body).__name__
+        raise ApiError(400, f"body: wanted a dictionary, found {found}")
+    try:
+        return json.dumps({**body, "stream": is_stream}, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, f"body: wanted what JSON can tell, found {error}") from error

@@ -25,10 +25,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import clients
-from serve.config import AccessConfig
-from serve.keys import ApiKeys
-from serve.openai.backend import Serving
+from serve.arguments import texts
+from serve.clients import ApiKeys
 from serve.openai.errors import ApiError
+from serve.openai.generation import Serving
 from serve.requests.records import RequestRecord
 
 HEADER = "X-Request-Id"
@@ -51,37 +51,30 @@ class RequestMiddleware:
         app: ASGIApp,
         *,
         serving: Serving,
-        access: AccessConfig,
         keys: ApiKeys,
         is_peer_known: bool,
         routes: Iterable[str],
         sends_id: bool,
     ) -> None:
-        """Stand in front of an app.
-
-        Args:
-            keys: those of `access`.
-            is_peer_known: as of `clients.of_address`.
-            routes: their paths; what follows a `{` is any text.
-            sends_id: put the id into answers, which no server in front does.
-        """
+        """Stand in front of an app (`build_app`). In `routes` what follows a `{` is any text."""
         self._app = app
         self._guarded: ASGIApp = self._guard
-        if access.allowed_origins:
+        args = serving.settings.args
+        if origins := texts(args.allowed_origins):
             # Outside of the guard: a browser asks whether it may, without a key.
             self._guarded = CORSMiddleware(
                 self._guard,
-                allow_origins=access.allowed_origins,
+                allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=[HEADER],
             )
-        self._needs_key = access.needs_key
+        self._needs_key = args.needs_key
         self._keys = keys
-        self._open_paths = frozenset(access.open_paths)
-        self._allowed_hosts = frozenset(host.lower() for host in access.allowed_hosts)
-        self._allowed_origins = frozenset(origin.lower() for origin in access.allowed_origins)
-        self._trusted_proxies = access.trusted_proxies
+        self._open_paths = frozenset(texts(args.open_paths))
+        self._allowed_hosts = frozenset(host.lower() for host in texts(args.allowed_hosts))
+        self._allowed_origins = frozenset(origin.lower() for origin in origins)
+        self._trusted_proxies = args.trusted_proxies
         self._is_peer_known = is_peer_known
         self._serving = serving
         self._exact = {route for route in routes if "{" not in route}
@@ -148,7 +141,8 @@ class RequestMiddleware:
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:
         host = headers.get("host", "").lower()
-        name = _name_of(host)
+        # An IPv6 address has colons of its own, within brackets.
+        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if not (is_local_name(name) or self._allowed_hosts & {ANY, host, name}):
             wanted = "an address, a name that only a private network has, or one of allowed_hosts"
             return ApiError(403, f"host: wanted {wanted}, found {host}")
@@ -181,13 +175,6 @@ def is_local_name(name: str) -> bool:
         # A request of HTTP/1.0 names no host, and browsers send none of those.
         return "." not in name.rstrip(".") or name.rstrip(".").endswith(PRIVATE_SUFFIXES)
     return True
-
-
-def _name_of(host: str) -> str:
-    """Return a host without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
 
 
 def _path_of(scope: Scope) -> str:

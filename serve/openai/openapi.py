@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from model.fields import hints_of
+from serve.config import ApiSettings
 from serve.observe import page
 from serve.observe.metrics import OPEN_METRICS, PLAIN
 from serve.openai import answers, schema
-from serve.openai.backend import ApiSettings
 from serve.openai.body import ignored_fields, inert_fields, structs_within
 from serve.openai.errors import STATUSES, ErrorBody
 from serve.openai.responses import ResponsesRequest

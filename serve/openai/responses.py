@@ -21,12 +21,13 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
+from serve.clients import CacheSalt
+from serve.config import ApiSettings
 from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
-from serve.openai.backend import ApiSettings, Serving
 from serve.openai.body import convert_object, join_path, parse
-from serve.openai.chat import ConversationAdapter
-from serve.openai.generation import Generation
+from serve.openai.chat import ConversationAdapter, new_call_id
+from serve.openai.generation import Generation, Serving
 from serve.openai.schema import (
     LABELS,
     MAX_TOOLS,
@@ -45,8 +46,6 @@ from serve.openai.schema import (
     ToolCall,
 )
 from serve.openai.tool_parser import CallDelta, ToolFormat
-from serve.openai.tools import new_call_id
-from serve.requests.cache_salt import CacheSalt
 from serve.requests.choice import Choice
 from serve.requests.sampling import SamplingFields
 from serve.requests.tokenizer import Tokenizer
@@ -472,7 +471,6 @@ class ResponsesAdapter(ConversationAdapter):
     def __init__(
         self, request: ResponsesRequest, settings: ApiSettings, tokenizer: Tokenizer
     ) -> None:
-        """Read a request; raises ApiError and FieldError where it is beyond the limits."""
         chat = _chat_of(request)
         try:
             super().__init__("resp", chat, chat.sampling_params(), settings, tokenizer)

@@ -13,9 +13,9 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says, words_for
-from serve.openai.backend import ApiSettings
+from serve.clients import CacheSalt
+from serve.config import ApiSettings
 from serve.openai.body import join_path
-from serve.requests.cache_salt import CacheSalt
 from serve.requests.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.requests.structured import StructuredOutputsParams
 from serve.requests.tokenizer import Tokenizer
@@ -474,11 +474,7 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
             raise FieldError("continue_final_message", wanted, Words("true"))
 
     def sampling_params(self) -> SamplingParams:
-        """Return the checked parameters; without a limit, output ends with the model's length.
-
-        Raises:
-            FieldError: named as the client spelt the field.
-        """
+        """Return the checked parameters; FieldError names the field as the client spelt it."""
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "logprobs to be true with it", Words("logprobs false"))
         max_tokens = self.max_completion_tokens
@@ -527,11 +523,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     the first one has none. Not `logprobs` and `stream` together."""
 
     def sampling_params(self) -> SamplingParams:
-        """Return the checked parameters; without a limit, output has the default one.
-
-        Raises:
-            FieldError: names the field.
-        """
+        """Return the checked parameters; raises FieldError."""
         max_tokens = UNSET if self.max_tokens is None else self.max_tokens
         params = self._sampling_params(max_tokens, self.logprobs)
         if not self.echo or self.logprobs is None:

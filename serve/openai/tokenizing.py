@@ -14,10 +14,10 @@ from compile.errors import FieldError, Words
 from model.fields import Source, convert
 from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
-from serve.openai.backend import Serving
 from serve.openai.body import parse, parse_fields
 from serve.openai.chat import ChatAdapter
 from serve.openai.endpoint import admitted, require_model
+from serve.openai.generation import Serving
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool, check_num_chars
 from serve.requests.sampling import too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
@@ -93,7 +93,14 @@ async def answer(serving: Serving, work: Work, request: Request) -> Response:
 def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Tokenized:
     """Return the tokens of a text or of a conversation; raises ApiError and FieldError."""
     limit = serving.settings.max_model_len
-    request = parse_tokenize(body, limit)
+    fields = parse_fields(body, TokenizeRequest, limit)
+    has_prompt = "prompt" in fields
+    if has_prompt == ("messages" in fields):
+        raise FieldError("prompt", "it or messages", Words("both" if has_prompt else "neither"))
+    for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
+        if has_prompt and fields.get(name):
+            raise FieldError(name, "none beside a prompt", Words("one"))
+    request = convert(fields, TokenizeRequest, Source.JSON)
     require_model(serving, request.model)
     try:
         if request.messages is not None:
@@ -123,15 +130,3 @@ def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check
     if bad is not None:
         raise FieldError("tokens", f"token ids from 0 to {size - 1}", bad)
     return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
-
-
-def parse_tokenize(body: bytes, max_model_len: int) -> TokenizeRequest:
-    """Return the request for tokens in `body`; raises as `parse`."""
-    fields = parse_fields(body, TokenizeRequest, max_model_len)
-    has_prompt = "prompt" in fields
-    if has_prompt == ("messages" in fields):
-        raise FieldError("prompt", "it or messages", Words("both" if has_prompt else "neither"))
-    for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
-        if has_prompt and fields.get(name):
-            raise FieldError(name, "none beside a prompt", Words("one"))
-    return convert(fields, TokenizeRequest, Source.JSON)

@@ -18,7 +18,6 @@ from cluster.actors.rank_group import RankDied, RankGroup, place_in_group
 from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.observe.load_progress import LoadProgress
 from cluster.wire.messages import EngineOutput, Submit, decode
-from serve.pools.errors import PoolUnavailable
 from serve.pools.routing import LeaderRouter, Routing
 
 log = logging.getLogger("lockstep.pool")
@@ -35,6 +34,10 @@ STUCK_AFTER_S = 3.0
 REPORT_PERIOD_S = 0.25
 """How often a replica reports to the status board; each time costs a few milliseconds of processor
 time. Figures of `/ready` are at most three quarters of a second old."""
+
+
+class PoolUnavailable(RuntimeError):
+    """A pool's replica has no ranks at the moment; the request did not reach an engine."""
 
 
 class LeaderLink(Protocol):
@@ -103,11 +106,7 @@ class PoolCore:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Return when the ranks are ready; from then on the group is rebuilt when it ends.
-
-        Raises:
-            RankDied: they cannot start.
-        """
+        """Return when the ranks are ready, or raise RankDied; a group that ends is then rebuilt."""
         try:
             if reason := await self._shell.final_failure():
                 raise RankDied(reason, reason)

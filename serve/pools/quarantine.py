@@ -5,7 +5,7 @@ request is a suspect, and each attempt of it is a trial: one at a time, until it
 tokens. One whose ranks die in `MAX_FAILED_TRIALS` trials of its own is the cause, and fails.
 
 As ranks serve all ingresses, there is one trial in the whole application: each ingress asks a
-`FairLock` that all of them share (`shared_lock.py` has it in an actor).
+`FairLock` that all of them share (`ingress.py` has it in an actor).
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ from cluster.wire.messages import (
     Submit,
     encode,
 )
-from serve.pools.errors import PoolUnavailable
 from serve.pools.mailboxes import Mailbox, TokenMailboxes
+from serve.pools.pool_core import PoolUnavailable
 from serve.pools.quarantine import CrashHistory, Quarantine
 from serve.requests.records import SequenceRecord
 

@@ -106,12 +106,7 @@ class Choice:
         stop: StopStrings,
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Start without output.
-
-        Args:
-            stop: made of the stop strings of `params`, once for all choices.
-            shown_token_ids: special tokens that are text in any case.
-        """
+        """Start without output. shown_token_ids: special tokens that are text in any case."""
         self.index = index
         self.request = request
         self.finish_reason = ""
@@ -122,12 +117,12 @@ class Choice:
         """Of the prompt, in the cache of the engine that computed it; None before it did."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of each prompt token but the first, if asked for; on a prompt's first choice alone."""
+        self._matcher = StopMatcher(stop, params.include_stop_str_in_output)
         skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         self._detokenizer = detokenizer(
             tokenizer, skipped - shown_token_ids, request.prompt_token_ids
         )
         self._params = params
-        self._matcher = StopMatcher(stop, params.include_stop_str_in_output)
         self._num_chars = 0
         self._delta = OutputDelta()
 
@@ -136,11 +131,7 @@ class Choice:
         return bool(self.finish_reason)
 
     def absorb(self, output: EngineOutput) -> None:
-        """Add one step's output; what comes after a stop string is dropped.
-
-        Raises:
-            GenerationError: the output says that generating failed.
-        """
+        """Add one step's output, but for what comes after a stop string; raises GenerationError."""
         if self.finish_reason:
             return
         if self.num_cached_tokens is None:

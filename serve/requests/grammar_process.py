@@ -101,11 +101,8 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float = MAX_CPU_S) -> Tried:
-        """Return what becomes of a grammar in so much processor time.
-
-        Raises:
-            GrammarProcessLost: it was ended from outside.
-        """
+        """Return what becomes of a grammar in so much processor time; GrammarProcessLost if it was
+        ended from outside."""
         line = self._ask(self.start(), msgspec.json.encode((wanted, max_cpu_s)), MAX_WAIT_S)
         if not line:
             raise GrammarProcessLost(f"its process ended ({self.close()})")
@@ -118,11 +115,7 @@ class GrammarProcess:
         self.close()
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Return a process that is ready; one that was ended meanwhile is replaced.
-
-        Raises:
-            GrammarProcessLost: it ended before.
-        """
+        """Return a process that is ready, in place of one that was ended; or GrammarProcessLost."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
@@ -185,7 +178,6 @@ def _told(code: int) -> str:
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
     path, max_bytes = Path(sys.argv[1]), int(sys.argv[2])
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -73,7 +73,6 @@ class Job:
 
     @property
     def budget_s(self) -> float:
-        """The processor time of its next try."""
         return MAX_CPU_S if self.is_long else QUICK_CPU_S
 
 
@@ -81,7 +80,6 @@ class Turns:
     """The grammars that wait, and what each client's took. Times are given to it."""
 
     def __init__(self, num_processes: int) -> None:
-        """Decide for so many processes."""
         self.num_processes = num_processes
         self._waiting: dict[Job, None] = {}
         self._running: dict[Job, float] = {}
@@ -196,12 +194,10 @@ class GrammarQueue:
             process.close()
 
     async def text(self, wanted: StructuredOutputsParams, client: Client) -> str:
-        """Return a grammar as engines take it.
+        """Return a grammar as engines take it, or raise FieldError, which says what is wrong.
 
-        Raises:
-            FieldError: names the field, and what is wrong.
-            GrammarProcessLost: its process was ended from outside.
-            Overloaded: too many others wait, or this was not done in `MAX_GRAMMAR_WAIT_S`.
+        Overloaded if too many others wait, or it took `MAX_GRAMMAR_WAIT_S`; GrammarProcessLost if
+        its process was ended from outside.
         """
         known = self._verdicts.known(wanted)
         if known is not None:
@@ -238,7 +234,6 @@ class GrammarQueue:
         return job
 
     def _add(self, job: Job) -> None:
-        """Let a job wait for its turn."""
         dropped = self._turns.add(job)
         if dropped is not None:
             del self._jobs[key_of(dropped.wanted)]
@@ -315,7 +310,6 @@ class GrammarQueue:
 
 
 def _answer(job: Job, found: str | Exception) -> None:
-    """Tell all who wait for a grammar."""
     if isinstance(found, str):
         job.text.set_result(found)
     else:

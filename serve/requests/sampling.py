@@ -173,11 +173,7 @@ class Resolver:
         eos_token_ids: Iterable[int],
         grammar_text: Callable[[StructuredOutputsParams], str],
     ) -> None:
-        """Check and compute what does not depend on the prompt; raises FieldError.
-
-        Args:
-            grammar_text: returns a grammar as engines take it; raises FieldError.
-        """
+        """Check and compute what does not depend on the prompt; raises FieldError."""
         _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
         eos = () if params.ignore_eos else tuple(i for i in eos_token_ids if i < vocab_size)
@@ -200,12 +196,8 @@ class Resolver:
         """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
 
         Choices differ in their seeds; the first one alone asks for the prompt's log-probabilities.
-
-        Args:
-            max_tokens_left: bounds a `max_tokens` that was not given, as the model's length does.
-
-        Raises:
-            FieldError: the prompt, max_tokens or min_tokens do not fit.
+        max_tokens_left bounds a `max_tokens` that was not given, as the model's length does.
+        FieldError if the prompt, max_tokens or min_tokens do not fit.
         """
         params = self._params
         first = Sampling(

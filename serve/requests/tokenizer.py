@@ -155,7 +155,6 @@ class Tokenizer:
             return ""
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
-        """Return the special tokens that are spelt as one of these texts."""
         return frozenset(i for i in self.special_token_ids if self.token(i) in texts)
 
     def encode(
@@ -169,23 +168,19 @@ class Tokenizer:
         """Return the token ids of `text`.
 
         A long text is counted in pieces first where there is a limit, since the tokenizer takes
-        some 400 bytes for each token. `check` is called between pieces, and may raise.
-
-        Raises:
-            TooManyTokens: the text has more than `max_tokens`, by its pieces.
+        some 400 bytes for each token: TooManyTokens if they have more than `max_tokens`. `check` is
+        called between pieces, and may raise.
         """
         if max_tokens is not None and len(text) > PIECE_CHARS:
-            self._count(text, max_tokens, check)
+            num_tokens = 0
+            for start in range(0, len(text), PIECE_CHARS):
+                if check is not None:
+                    check()
+                piece = self._encode(text[start : start + PIECE_CHARS], False)
+                num_tokens += len(piece) - CUT_TOKENS
+                if num_tokens > max_tokens:
+                    raise TooManyTokens(num_tokens)
         return self._encode(text, add_special_tokens)
-
-    def _count(self, text: str, max_tokens: int, check: Callable[[], None] | None) -> None:
-        num_tokens = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            if check is not None:
-                check()
-            num_tokens += len(self._encode(text[start : start + PIECE_CHARS], False)) - CUT_TOKENS
-            if num_tokens > max_tokens:
-                raise TooManyTokens(num_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` of the Rust object keeps the GIL, the batch forms do not; the fast one leaves
@@ -213,10 +208,7 @@ class Tokenizer:
 
         `kwargs` are those of transformers; others reach the template as variables. Templates run
         in transformers' sandbox, which keeps them from the process but not from its time.
-
-        Raises:
-            ChatTemplateError: no template, or it refuses these messages.
-            TooManyTokens: as of `encode`.
+        ChatTemplateError if there is none or it refuses; TooManyTokens as of `encode`.
         """
         if not self._hf.chat_template:
             raise ChatTemplateError(
@@ -279,7 +271,6 @@ def _fallback_byte(token: str) -> bytes | None:
 
 @functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {char: byte for byte, char in bytes_to_unicode().items()}

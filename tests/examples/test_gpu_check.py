@@ -82,21 +82,20 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_check")
 
 
-def run_with(
-    gpu_check: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    out: Path,
-    process: Any,
-    names: list[str],
-    deadline: float = 60.0,
-) -> dict[str, Any]:
+@pytest.fixture
+def run_parts(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run parts whose processes are stood in for by `process`; return what was written."""
-    monkeypatch.setattr(gpu_check, "_run_process", process)
-    monkeypatch.setattr(gpu_check, "BEGAN", time.monotonic())
-    options = argparse.Namespace(device="cuda", quick=False, deadline=deadline, slow=1.0, out=out)
-    gpu_check.run_parts("kernels", names, options)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    out = tmp_path / "deep" / "out.json"
+
+    def run(process: Any, *names: str) -> dict[str, Any]:
+        monkeypatch.setattr(gpu_check, "_run_process", process)
+        monkeypatch.setattr(gpu_check, "BEGAN", time.monotonic())
+        options = argparse.Namespace(device="cuda", quick=False, deadline=60.0, slow=1.0, out=out)
+        gpu_check.run_parts("kernels", names, options)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    return run
 
 
 def row(name: str, **fields: Any) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def row(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_part_that_does_not_fit_is_not_run_and_said_to_be(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, run_parts: Any, capsys: Any
 ) -> None:
     limits: list[float] = []
 
@@ -121,8 +120,7 @@ def test_a_part_that_does_not_fit_is_not_run_and_said_to_be(
         return [], "", ""
 
     now = time.monotonic()
-    names = ["machine", "decode", "rope"]
-    found = run_with(gpu_check, monkeypatch, tmp_path / "out.json", process, names)
+    found = run_parts(process, "machine", "decode", "rope")
     [limit] = limits
     assert 50.0 < limit <= 60.0  # the deadline, which is shorter than the part's own limit
     assert [part["is_run"] for part in found["parts"]] == [True, False, False]
@@ -133,18 +131,18 @@ def test_a_part_that_does_not_fit_is_not_run_and_said_to_be(
 
 
 def test_what_is_to_come_is_on_disk_while_a_part_runs_and_a_failed_machine_stops_nothing(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_parts: Any,
 ) -> None:
-    out, seen = tmp_path / "deep" / "out.json", []
+    seen = []
 
     def process(name: str, options: Any, limit_s: float) -> Any:
-        parts = json.loads(out.read_text())["parts"]
+        parts = json.loads(options.out.read_text())["parts"]
         seen.append([part["part"] for part in parts if part["is_run"]])
         if name == "machine":
             raise OSError("no process left")
         return [row(name, seconds=1.0, num_bytes=1)], "", ""
 
-    found = run_with(gpu_check, monkeypatch, out, process, ["machine", "decode", "rope"])
+    found = run_parts(process, "machine", "decode", "rope")
     assert seen == [[], ["machine"], ["machine", "decode"]]
     machine, decode, rope = found["parts"]
     assert "no process left" in machine["failure"]
@@ -153,7 +151,7 @@ def test_what_is_to_come_is_on_disk_while_a_part_runs_and_a_failed_machine_stops
 
 
 def test_a_missed_target_is_printed_and_written_and_is_not_wrong(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+    gpu_check: ModuleType, run_parts: Any, capsys: Any
 ) -> None:
     rates = [row("copy", seconds=1.0, num_bytes=100), row("matmul", seconds=1.0, num_flops=100)]
     rows = {
@@ -163,13 +161,7 @@ def test_a_missed_target_is_printed_and_written_and_is_not_wrong(
             row("decode, batch: 4 x 9", seconds=2.0, num_bytes=90),
         ],
     }
-    found = run_with(
-        gpu_check,
-        monkeypatch,
-        tmp_path / "out.json",
-        lambda name, *_: (rows.get(name, []), "", ""),
-        ["machine", "decode", "ragged"],
-    )
+    found = run_parts(lambda name, *_: (rows.get(name, []), "", ""), "machine", "decode", "ragged")
     states = {
         each["row"]: (each["found"] and round(each["found"], 6), each["state"])
         for each in found["targets"]

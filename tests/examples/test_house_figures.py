@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,26 +47,16 @@ def test_a_file(monkeypatch, file):
 """
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sys.path.insert(0, str(BENCH))
-    try:
-        house_figures = importlib.import_module("house_figures")
-    finally:
-        sys.path.remove(str(BENCH))
-    root = tmp_path_factory.mktemp("tree")
-    for name in ("serve", "cluster", "model", "compile", "examples", "tests"):
-        (root / name).mkdir()
-        (root / name / "file.py").write_text(TESTS if name == "tests" else "def f(): ...\n")
-    (root / "serve" / "file.py").write_text(PRODUCT)
-    found: dict[str, Any] = house_figures.figures(root)
-    return found
-
-
 def test_code_is_counted_without_comments_docstrings_and_blank_lines(
-    counted: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Functions and classes too, protocols by inherited members, names without underscores."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    for name in ("serve", "cluster", "model", "compile", "examples", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file.py").write_text(TESTS if name == "tests" else "def f(): ...\n")
+    (tmp_path / "serve" / "file.py").write_text(PRODUCT)
+    counted = importlib.import_module("house_figures").figures(tmp_path)
     sizes = {"files": 1, "lines": len(PRODUCT.splitlines()), "code": 15, "functions": 4}
     sizes |= {"median": 1, "p95": 5, "longest": 5, "classes": 4}
     assert counted["sizes"]["serve"] == sizes

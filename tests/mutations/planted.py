@@ -33,8 +33,9 @@ REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
 def replaced(argument: str) -> dict[str, str]:
     """Return the edit by which the HTTP layer has this argument, whatever was asked for."""
-    args = f"__import__('msgspec').structs.replace(config.args, {argument})"
-    return {"args=config.args,": f"args={args},"}
+    replace = "__import__('msgspec').structs.replace"
+    settings = f"{replace}(config.api, args={replace}(config.args, {argument}))"
+    return {"            config.api, self,": f"            {settings}, self,"}
 
 
 MUTATIONS = (
@@ -410,8 +411,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The application is built without its keys (R18).",
-        "serve/ingress.py",
-        {"    self._config.access,\n            is_peer": "    None,\n            is_peer"},
+        "serve/ingress_core.py",
+        replaced("api_keys=''"),
         (WIRED,),
     ),
     Mutation(
@@ -470,8 +471,8 @@ MUTATIONS = (
         "What a handle asks to complete is read as a conversation (R03).",
         "serve/ingress.py",
         {
-            "direct.answer(self._core.serving, parse_completion, body)": (
-                "direct.answer(self._core.serving, parse_chat, body)"
+            "endpoint.answer(self._core.serving, parse_completion, body)": (
+                "endpoint.answer(self._core.serving, parse_chat, body)"
             )
         },
         (WIRED,),

@@ -13,11 +13,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,25 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="session")
+def printed() -> Callable[..., str]:
+    """What a command prints, which must not fail: `printed(sys.executable, ..., VARIABLE="1")`."""
+
+    def run(*command: str | Path, **env: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
 @dataclass
 class Server:
     """A running application."""
@@ -56,6 +76,34 @@ class Server:
             with error:
                 return error.code, json.loads(error.read() or b"{}")
 
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        """Return the official client, which asks once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+
+    def metrics(self, accept: str = "text/plain") -> tuple[str, str]:
+        """Return the text of `/metrics` and its content type."""
+        request = urllib.request.Request(self.url + "/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.read().decode(), answer.headers["Content-Type"]
+
+    def wait_until(
+        self,
+        is_met: Callable[[], Any],
+        told: Callable[[], Any] | None = None,
+        timeout_s: float = 900,
+    ) -> None:
+        """Wait for something, and ask again what has no answer, or one without what is looked for.
+
+        Fails with what is told, or with the log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with suppress(OSError, KeyError, ValueError):
+                if is_met():
+                    return
+            assert time.monotonic() < deadline, told() if told else self.log.read_text()
+            time.sleep(0.05)
+
     def ranks(self, pool: str) -> list[dict[str, Any]]:
         _, body = self.get("/ready")
         return self._ranks(body["pools"][pool])
@@ -65,10 +113,11 @@ class Server:
 
         A group is ready a moment before `/ready` shows its ranks' next reports.
         """
-        deadline = time.monotonic() + timeout_s
-        while any(rank["state"] != "ready" for rank in self.ranks(pool)):
-            assert time.monotonic() < deadline, self.ranks(pool)
-            time.sleep(0.1)
+        self.wait_until(
+            lambda: all(rank["state"] == "ready" for rank in self.ranks(pool)),
+            lambda: self.ranks(pool),
+            timeout_s,
+        )
         return self.ranks(pool)
 
     def settled_ranks(
@@ -95,17 +144,13 @@ class Server:
 
     def wait_until_ready(self, timeout_s: float = 900, *, is_compiled: bool = True) -> None:
         """Wait for all pools; unless told otherwise also until they have gone over to graphs."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+
+        def is_ready() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            try:
-                status, body = self.get("/ready")
-                if status == 200 and not (is_compiled and body["compiling"]):
-                    return
-            except (OSError, json.JSONDecodeError):
-                pass
-            time.sleep(0.1)
-        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log.read_text()}")
+            status, body = self.get("/ready")
+            return status == 200 and not (is_compiled and body["compiling"])
+
+        self.wait_until(is_ready, timeout_s=timeout_s)
 
     def _ranks(self, pool: dict[str, Any]) -> list[dict[str, Any]]:
         return [rank for replica in pool["replicas"] for rank in replica["ranks"]]
@@ -155,6 +200,13 @@ def server(
         # As a user ends it. The instance stays: the proxy belongs to `http_port`.
         started.process.send_signal(signal.SIGTERM)
         started.process.wait(timeout=300)
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """The official client of the run's application."""
+    with server.client() as made:
+        yield made
 
 
 @contextmanager

@@ -25,20 +25,27 @@ ONE, TWO = Client("one"), Client("two")
 MIB = 1 << 20
 
 
-class Clock:
-    def __init__(self) -> None:
+class Ingress:
+    """An admission with a clock of its own."""
+
+    def __init__(self, **limits: Any) -> None:
         self.now = 0.0
+        given = {"max_running": 4, "max_queued": 4, "max_queue_wait_s": 10.0}
+        given |= {"max_body_bytes": 1000, "retry_after_s": 2.0, **limits}
+        self.admission = Admission(**given, clock=lambda: self.now)
+        self.enter = self.admission.enter
+        self.evicted: list[int] = []
+        """The names of bodies that lost their places, in this order."""
 
-    def __call__(self) -> float:
-        return self.now
+    def reading(self, name: int, client: Client = ONE) -> AdmissionSlot:
+        """Return the place of a body that still comes."""
+        place = self.enter(client)
+        place.on_evicted = lambda: self.evicted.append(name)
+        return place
 
 
-def admission(clock: Clock | None = None, **limits: Any) -> Admission:
-    given = {"max_running": 4, "max_queued": 4, "max_queue_wait_s": 10.0}
-    return Admission(
-        **{"max_body_bytes": 1000, "retry_after_s": 2.0, **given, **limits},
-        clock=clock or Clock(),
-    )
+def admission(**limits: Any) -> Admission:
+    return Ingress(**limits).admission
 
 
 def test_places_are_taken_and_given_back() -> None:
@@ -84,23 +91,24 @@ def test_what_is_counted_is_what_places_hold(steps: list[tuple[str, int]]) -> No
     assert (admitting.num_live, admitting.num_bytes) == (0, 0)
 
 
-def serve_at(admitting: Admission, clock: Clock, *, per_second: float, seconds: float) -> None:
+def serve_at(ingress: Ingress, *, per_second: float, seconds: float) -> Admission:
     """Let places end at a rate, while more ask for one than there are."""
+    admitting = ingress.admission
     places = [admitting.enter(ONE) for _ in range(admitting.max_live - admitting.num_live)]
-    until = clock.now + seconds
-    while clock.now < until:
-        clock.now += 1 / per_second
+    until = ingress.now + seconds
+    while ingress.now < until:
+        ingress.now += 1 / per_second
         place = places.pop(0)
         place.end_sequences()
         place.leave()
         with suppress(Overloaded):
             places.append(admitting.enter(ONE))
+    return admitting
 
 
 def test_the_queue_is_bounded_by_the_wait_that_it_means() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_queued=100, max_queue_wait_s=10.0)
-    serve_at(admitting, clock, per_second=5, seconds=60)
+    ingress = Ingress(max_queued=100, max_queue_wait_s=10.0)
+    admitting = serve_at(ingress, per_second=5, seconds=60)
     with pytest.raises(Overloaded, match="wanted a wait of at most 10 s, found") as refused:
         for _ in range(200):
             admitting.enter(ONE)
@@ -110,9 +118,8 @@ def test_the_queue_is_bounded_by_the_wait_that_it_means() -> None:
 
 
 def test_who_is_refused_for_room_is_told_when_there_will_be_some() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_queued=100, max_queue_wait_s=1e6)
-    serve_at(admitting, clock, per_second=5, seconds=20)
+    ingress = Ingress(max_queued=100, max_queue_wait_s=1e6)
+    admitting = serve_at(ingress, per_second=5, seconds=20)
     place = admitting.enter(ONE) if admitting.num_live < admitting.max_live else None
     with pytest.raises(Overloaded) as refused:
         for _ in range(admitting.max_live):
@@ -122,164 +129,140 @@ def test_who_is_refused_for_room_is_told_when_there_will_be_some() -> None:
 
 
 def test_a_rate_is_believed_only_of_enough_ends_while_others_waited() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_queued=1000, max_queue_wait_s=1.0)
+    ingress = Ingress(max_queued=1000, max_queue_wait_s=1.0)
     for _ in range(100):  # nobody waits: how fast these end says nothing of a full server
-        place = admitting.enter(ONE)
-        clock.now += 1
+        place = ingress.enter(ONE)
+        ingress.now += 1
         place.end_sequences()
         place.leave()
-    places = [admitting.enter(ONE) for _ in range(500)]
+    places = [ingress.enter(ONE) for _ in range(500)]
     for place in places[: MIN_ENDS - 1]:
-        clock.now += 1
+        ingress.now += 1
         place.end_sequences()
-    admitting.enter(ONE)
+    ingress.enter(ONE)
     places[MIN_ENDS].end_sequences()
     with pytest.raises(Overloaded, match="a wait of at most 1 s"):
-        admitting.enter(ONE)
-
-
-def reading(
-    admitting: Admission, evicted: list[int], name: int, client: Client = ONE
-) -> AdmissionSlot:
-    place = admitting.enter(client)
-    place.on_evicted = lambda: evicted.append(name)
-    return place
+        ingress.enter(ONE)
 
 
 def test_a_body_that_comes_slowly_gives_way_where_its_place_is_wanted() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_body_bytes=1 << 20)
-    evicted: list[int] = []
-    places = [reading(admitting, evicted, name) for name in range(8)]
+    ingress = Ingress(max_body_bytes=1 << 20)
+    places = [ingress.reading(name) for name in range(8)]
     with pytest.raises(Overloaded):
-        admitting.enter(ONE)  # all have only just begun
-    clock.now = 10.0
+        ingress.enter(ONE)  # all have only just begun
+    ingress.now = 10.0
     for place in places[:3]:
         place.hold(10 * MIN_BODY_RATE)
     places[3].on_evicted = None  # has its body
-    admitting.enter(ONE)
-    assert evicted == [4]
-    assert admitting.num_live == 8
+    ingress.enter(ONE)
+    assert ingress.evicted == [4]
+    assert ingress.admission.num_live == 8
     places[4].leave()  # its handler ends later
-    assert admitting.num_live == 8
+    assert ingress.admission.num_live == 8
     for _ in range(3):
-        admitting.enter(ONE)
+        ingress.enter(ONE)
     with pytest.raises(Overloaded):
-        admitting.enter(ONE)
-    assert evicted == [4, 5, 6, 7]
+        ingress.enter(ONE)
+    assert ingress.evicted == [4, 5, 6, 7]
 
 
 def test_a_body_that_stands_still_is_slow_whatever_came_before() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_body_bytes=8 * MIB)
-    evicted: list[int] = []
-    places = [reading(admitting, evicted, name) for name in range(8)]
+    ingress = Ingress(max_body_bytes=8 * MIB)
+    places = [ingress.reading(name) for name in range(8)]
     for place in places:
         place.hold(8 * MIB - 1)
-    clock.now = PATIENCE_S / 2
+    ingress.now = PATIENCE_S / 2
     places[0].hold(1)  # it still comes
     places[0].on_evicted = None
-    clock.now = PATIENCE_S + 0.1
-    other = admitting.enter(ONE)
-    assert evicted == [1]
+    ingress.now = PATIENCE_S + 0.1
+    other = ingress.enter(ONE)
+    assert ingress.evicted == [1]
     other.hold(4 * MIB)  # what the first one held is free
-    assert evicted == [1]
+    assert ingress.evicted == [1]
     other.hold(6 * MIB)
-    assert evicted == [1, 2]
+    assert ingress.evicted == [1, 2]
 
 
 def test_a_body_that_drips_is_slow_however_much_came_at_first() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_body_bytes=8 * MIB)
-    evicted: list[int] = []
-    place = reading(admitting, evicted, 0)
+    ingress = Ingress(max_body_bytes=8 * MIB)
+    place = ingress.reading(0)
     place.hold(7 * MIB)
     for _ in range(40):
-        clock.now += 0.5
+        ingress.now += 0.5
         place.hold(MIN_BODY_RATE // 4)
-    assert place.is_slow(clock.now)
-    steady = reading(admitting, evicted, 1)
+    assert place.is_slow(ingress.now)
+    steady = ingress.reading(1)
     for _ in range(40):
-        clock.now += 0.5
+        ingress.now += 0.5
         steady.hold(MIN_BODY_RATE // 2)
-    assert not steady.is_slow(clock.now)
+    assert not steady.is_slow(ingress.now)
 
 
 def test_bodies_that_wait_for_their_rest_give_way_to_a_small_one_at_once() -> None:
-    admitting = admission(Clock(), max_body_bytes=8 * MIB)
-    evicted: list[int] = []
+    ingress = Ingress(max_body_bytes=8 * MIB)
     for name in range(8):
-        reading(admitting, evicted, name).hold(8 * MIB - 1 + name // 7)
-        admitting.max_live += 1
-    small = admitting.enter(ONE)
-    small.hold(2000)
-    assert evicted == [7]
+        ingress.reading(name).hold(8 * MIB - 1 + name // 7)
+        ingress.admission.max_live += 1
+    ingress.enter(ONE).hold(2000)
+    assert ingress.evicted == [7]
 
 
 def test_large_bodies_that_still_come_are_not_taken_for_another_large_one() -> None:
-    clock = Clock()
-    admitting = admission(clock, max_queued=20, max_body_bytes=8 * MIB)
-    evicted: list[int] = []
+    ingress = Ingress(max_queued=20, max_body_bytes=8 * MIB)
     for name in range(8):
-        reading(admitting, evicted, name).hold(8 * MIB)
-    ninth = reading(admitting, evicted, 8)
+        ingress.reading(name).hold(8 * MIB)
+    ninth = ingress.reading(8)
     with pytest.raises(Overloaded, match="bytes of requests at once"):
         ninth.hold(2 * MIB)
-    assert evicted == []
+    assert ingress.evicted == []
 
 
 def test_bytes_are_taken_from_the_client_that_holds_the_most() -> None:
-    admitting = admission(Clock(), max_queued=20, max_body_bytes=8 * MIB)
-    evicted: list[int] = []
+    ingress = Ingress(max_queued=20, max_body_bytes=8 * MIB)
     for name in range(7):
-        reading(admitting, evicted, name).hold(8 * MIB)
-    mine = reading(admitting, evicted, 7, TWO)
-    mine.hold(8 * MIB)
-    more = reading(admitting, evicted, 8, TWO)
-    more.hold(6 * MIB)
-    assert evicted == [0]
+        ingress.reading(name).hold(8 * MIB)
+    ingress.reading(7, TWO).hold(8 * MIB)
+    ingress.reading(8, TWO).hold(6 * MIB)
+    assert ingress.evicted == [0]
     with pytest.raises(Overloaded):  # with another eight it would be the one that holds the most
         for name in range(9, 20):
-            reading(admitting, evicted, name, TWO).hold(8 * MIB)
-    assert evicted == [0, 1, 2]
+            ingress.reading(name, TWO).hold(8 * MIB)
+    assert ingress.evicted == [0, 1, 2]
 
 
 def test_places_are_taken_from_bodies_of_the_client_that_holds_the_most() -> None:
-    admitting = admission()
-    evicted: list[int] = []
+    ingress = Ingress()
     for name in range(8):
-        reading(admitting, evicted, name)
+        ingress.reading(name)
     for _ in range(4):
-        admitting.enter(TWO)
+        ingress.enter(TWO)
     with pytest.raises(Overloaded):
-        admitting.enter(TWO)
-    assert evicted == [0, 1, 2, 3]
+        ingress.enter(TWO)
+    assert ingress.evicted == [0, 1, 2, 3]
 
 
 def test_what_ends_goes_to_the_client_that_was_refused() -> None:
     """One client asks for a place every millisecond, and another one twice a second."""
-    clock = Clock()
-    admitting = admission(clock, max_running=4, max_queued=60)
-    greedy = [admitting.enter(ONE) for _ in range(64)]
+    ingress = Ingress(max_running=4, max_queued=60)
+    greedy = [ingress.enter(ONE) for _ in range(64)]
     mine: list[AdmissionSlot] = []
     for tick in range(8000):
-        clock.now += 0.001
+        ingress.now += 0.001
         if tick % 100 == 0:  # ten a second end, in their order
             greedy.pop(0).leave()
         with suppress(Overloaded):
-            greedy.append(admitting.enter(ONE))
+            greedy.append(ingress.enter(ONE))
         if tick % 500 == 0:
             with suppress(Overloaded):
-                mine.append(admitting.enter(TWO))
+                mine.append(ingress.enter(TWO))
     assert len(mine) == 15  # but for the first time
-    clock.now += LACKING_S + 1
-    while admitting.num_live < 64:
-        greedy.append(admitting.enter(ONE))  # nobody lacks any now
+    ingress.now += LACKING_S + 1
+    while ingress.admission.num_live < 64:
+        greedy.append(ingress.enter(ONE))  # nobody lacks any now
 
 
 def test_bytes_that_end_go_to_the_client_that_was_refused() -> None:
-    admitting = admission(Clock(), max_queued=60)
+    admitting = admission(max_queued=60)
     held = [admitting.enter(ONE) for _ in range(8)]
     for place in held:
         place.hold(1000)
@@ -306,8 +289,8 @@ def test_a_client_that_holds_less_than_all_others_is_not_kept_out_by_bodies(
     steps: list[tuple[str, str, int]],
 ) -> None:
     """As long as others only send, there is always room for a client that holds nothing."""
-    clock = Clock()
-    admitting = admission(clock, max_body_bytes=1000, max_queued=8)
+    ingress = Ingress(max_body_bytes=1000, max_queued=8)
+    admitting = ingress.admission
     places: list[AdmissionSlot] = []
     for name, what, number in steps:
         try:
@@ -316,7 +299,7 @@ def test_a_client_that_holds_less_than_all_others_is_not_kept_out_by_bodies(
                 place.on_evicted = partial(places.remove, place)
                 places.append(place)
             elif what == "wait":
-                clock.now += number
+                ingress.now += number
             elif places and what == "hold":
                 places[number % len(places)].hold(number * 140)
             elif places and what == "leave":
@@ -330,17 +313,15 @@ def test_a_client_that_holds_less_than_all_others_is_not_kept_out_by_bodies(
 
 
 def test_a_place_that_was_taken_as_its_body_ended_holds_nothing() -> None:
-    clock = Clock()
-    admitting = admission(clock)
-    evicted: list[int] = []
-    places = [reading(admitting, evicted, name) for name in range(8)]
-    clock.now = 10.0
-    admitting.enter(ONE)
-    assert evicted == [0]
+    ingress = Ingress()
+    places = [ingress.reading(name) for name in range(8)]
+    ingress.now = 10.0
+    ingress.enter(ONE)
+    assert ingress.evicted == [0]
     for place in places[1:]:
         place.leave()
     with pytest.raises(Overloaded):
         places[0].grow(3)
     places[0].end_sequences()
     places[0].leave()
-    assert admitting.num_live == 1
+    assert ingress.admission.num_live == 1

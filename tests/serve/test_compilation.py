@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -134,29 +133,28 @@ def test_a_value_of_another_type_is_refused_in_the_words_of_its_field() -> None:
 
 
 KNOWN = f"one of {', '.join(FIELDS)}"
+LEVEL, SHAPES = "compilation.level: wanted ", "compilation.dynamic_shapes"
+OPTIONS = "compilation.inductor_compile_config: wanted "
 
 
 @pytest.mark.feature("A08", "Q01")
 @pytest.mark.parametrize(
     ("raw", "line"),
     [
-        ({"O": "7"}, "compilation.level: wanted a level from 0 to 3, found 7"),
+        ({"O": "7"}, LEVEL + "a level from 0 to 3, found 7"),
         ({"cc.colour": "red"}, f"compilation.colour: wanted {KNOWN}, found 'red'"),
         ({"cc.graph_bs": "[1]"}, f"compilation.graph_bs: wanted {KNOWN}, found [1]"),
-        ({"cc.level": "2", "O": "2"}, "compilation.level: wanted one value, found 'it twice'"),
-        ({"O": 3, "cc": CompilationConfig()}, "compilation.level: wanted one value, found"),
+        ({"cc.level": "2", "O": "2"}, LEVEL + "one value, found 'it twice'"),
+        ({"O": 3, "cc": CompilationConfig()}, LEVEL + "one value, found"),
         (
             {"cc.dynamic_shapes": "backed", "cc.dynamic_shapes_config.type": "backed"},
-            "compilation.dynamic_shapes: wanted one value, found 'it twice'",
+            SHAPES + ": wanted one value, found 'it twice'",
         ),
         (
             {"cc.dynamic_shapes_config.kind": "backed"},
-            "compilation.dynamic_shapes_config.kind: wanted one of type, evaluate_guards, ",
+            SHAPES + "_config.kind: wanted one of type, evaluate_guards, ",
         ),
-        (
-            {"cc.inductor_compile_config": {"a": float("nan")}},
-            "compilation.inductor_compile_config: wanted an object of plain values",
-        ),
+        ({"cc.inductor_compile_config": {"a": float("nan")}}, OPTIONS + "an object of plain "),
         (
             {"O": "0", "cc.cudagraph_mode": "PIECEWISE"},
             "compilation.cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level 0",
@@ -175,7 +173,7 @@ KNOWN = f"one of {', '.join(FIELDS)}"
         ),
         (
             {"cc.inductor_compile_config": '{"max_autotune": true, "nonsense": 1}'},
-            "compilation.inductor_compile_config: wanted an option of torch._inductor, such as ",
+            OPTIONS + "an option of torch._inductor, such as ",
         ),
         ({"compilation": "three"}, "compilation: wanted object, found 'three'"),
         (
@@ -309,32 +307,11 @@ def test_sizes_up_to_a_largest_batch(largest: int, padding: bool, wanted: tuple[
 @pytest.mark.parametrize(
     ("section", "given", "line"),
     [
-        (
-            COMPILES,
-            {"enable_fullgraph": False},
-            ".enable_fullgraph: wanted true (a forward is always one graph), found False",
-        ),
-        (
-            COMPILES,
-            {"enable_userbuffers": True},
-            ".enable_userbuffers: wanted false (user buffers are not built yet), found True",
-        ),
-        (
-            COMPILES,
-            {"max_num_streams": 2},
-            ".max_num_streams: wanted 1 (several streams are not built yet), found 2",
-        ),
-        (
-            COMPILES,
-            {"max_num_streams": 0},
-            ".max_num_streams: wanted a whole number of at least 1, found 0",
-        ),
-        (
-            COMPILES,
-            {"capture_num_tokens": [0]},
-            ".capture_num_tokens: wanted a list of whole numbers from 1 to 1048576, or null, "
-            "found [0]",
-        ),
+        (COMPILES, {"enable_fullgraph": False}, ".enable_fullgraph: wanted true (a forward is "),
+        (COMPILES, {"enable_userbuffers": True}, ".enable_userbuffers: wanted false (user "),
+        (COMPILES, {"max_num_streams": 2}, ".max_num_streams: wanted 1 (several streams are "),
+        (COMPILES, {"max_num_streams": 0}, ".max_num_streams: wanted a whole number of at least 1"),
+        (COMPILES, {"capture_num_tokens": [0]}, ".capture_num_tokens: wanted a list of whole "),
         (COMPILES, {"colour": 1}, ".colour: wanted one of enable_fullgraph, enable_inductor, "),
         (GRAPHS, True, ": wanted object | null, found True"),
         (
@@ -413,7 +390,7 @@ def test_every_field_but_paths_changes_what_processes_agree_on() -> None:
 
 
 @pytest.mark.feature("E01", "F07")
-def test_only_a_start_that_names_ops_or_options_imports_torch_for_them() -> None:
+def test_only_a_start_that_names_ops_or_options_imports_torch_for_them(printed: Any) -> None:
     """`serve run` is a second faster at every other start, and 180 MB smaller."""
     builds = "import sys, json; from serve.config import deploy_config; "
     builds += "deploy_config(json.loads(sys.argv[1])); print('torch' in sys.modules)"
@@ -422,5 +399,4 @@ def test_only_a_start_that_names_ops_or_options_imports_torch_for_them() -> None
         ({"cc.inductor_compile_config.max_autotune": "true"}, "True"),
     ):
         given = json.dumps({"device": "cpu", **raw})
-        done = subprocess.run([sys.executable, "-c", builds, given], capture_output=True, text=True)
-        assert done.stdout.strip() == wanted, done.stderr
+        assert printed(sys.executable, "-c", builds, given).strip() == wanted

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ from serve import config as config_module
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs, parse_args, split_dashed
 from serve.config import check_device, deploy_config, engine_config
 
-ROOT = Path(__file__).resolve().parents[2]
 MIXED = {"pools": "mixed"}
 SECTIONS = {
     "": DeployArgs,
@@ -66,7 +64,7 @@ def refused(raw: dict[str, Any], build: Any = deploy_config) -> str:
 
 def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
     config = deploy_config({})
-    assert config.served_model_name == "lockstep-tiny"
+    assert config.api.served_model_name == "lockstep-tiny"
     assert [pool.engine.role for pool in config.pools] == [Role.PREFILL, Role.DECODE]
     for pool in config.pools:
         scheduler, cache = pool.engine.scheduler, pool.engine.cache
@@ -144,11 +142,11 @@ def test_what_processes_must_agree_on_changes_the_hash(raw: Any, is_shared: bool
 
 def test_a_model_has_the_names_that_are_given(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "my-model").symlink_to(tiny_checkpoint)
-    assert deploy_config({"model": str(tmp_path / "my-model")}).served_model_name == "my-model"
+    assert deploy_config({"model": str(tmp_path / "my-model")}).api.model_names == ("my-model",)
     for given in (["large", "gpt-4o"], '["large", "gpt-4o"]', "large, gpt-4o"):
         config = deploy_config({"served_model_name": given})
-        assert config.served_model_names == ("large", "gpt-4o")
-        assert config.served_model_name == "large"
+        assert config.api.model_names == ("large", "gpt-4o")
+        assert config.api.served_model_name == "large"
 
 
 @pytest.mark.parametrize(
@@ -256,10 +254,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"kv_memory": "9" * 400}, "kv_memory: wanted at least 1 and less than 8 EiB, found "),
         ({"kv.transport": "nixl"}, "kv.transport: wanted auto, shm or tcp (others are not built"),
         ({"kv.transport": "pigeon"}, "kv.transport: wanted auto, shm or tcp, found 'pigeon'"),
-        (
-            {"device": "cuda", "kv.transport": "shm"},
-            "kv.transport: wanted auto or tcp with device=cuda, whose KV is no host memory, found",
-        ),
+        ({"device": "cuda", "kv.transport": "shm"}, "kv.transport: wanted auto or tcp with "),
         ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
         ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
         ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
@@ -270,24 +265,13 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
         ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
         ({"host": "http://me"}, "host: wanted an address or a name of this machine, found"),
-        (
-            {"max_num_seqs": 8, "ingress.replicas": 9},
-            "ingress.replicas: wanted 1 to 8 where 8 sequences decode at once, found 9",
-        ),
-        (
-            {"max_num_seqs": 128, "ingress.replicas": 0},
-            "ingress.replicas: wanted 1 to 64 where 128 sequences decode at once, found 0",
-        ),
+        ({"max_num_seqs": 8, "ingress.replicas": 9}, "ingress.replicas: wanted 1 to 8 where 8 "),
+        ({"max_num_seqs": 128, "ingress.replicas": 0}, "ingress.replicas: wanted 1 to 64 where "),
         (
             {**MIXED, "mixed.tensor_parallel_size": 3},
-            "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads and "
-            "4 KV heads, found 3",
+            "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads and ",
         ),
-        (
-            {"decode.tensor_parallel_size": 2},
-            "decode.tensor_parallel_size: wanted 1 like prefill.tensor_parallel_size (other sizes "
-            "are not built yet), found 2",
-        ),
+        ({"decode.tensor_parallel_size": 2}, "decode.tensor_parallel_size: wanted 1 like "),
     ],
 )
 def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
@@ -386,11 +370,10 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
 
 
 @pytest.mark.feature("Q06")
-def test_the_offline_example_takes_the_file_of_a_server() -> None:
-    command = [sys.executable, "examples/offline.py", "config=examples/configs/bundled.yaml"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "What is 12 + 30? -> 42"
+def test_the_offline_example_takes_the_file_of_a_server(printed: Any) -> None:
+    file = "config=examples/configs/bundled.yaml"
+    lines = printed(sys.executable, "examples/offline.py", file).splitlines()
+    assert lines[0] == "What is 12 + 30? -> 42"
 
 
 # vLLM's dashed options.

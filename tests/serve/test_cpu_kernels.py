@@ -77,6 +77,16 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+def generated(
+    path: Path, prompts: list[list[int]], calls: Counter[str], **options: Any
+) -> list[list[int]]:
+    """Return what an engine generates, and count the calls of that alone."""
+    llm = LLM(path, dtype="float32", max_num_seqs=4, kv_memory="32MiB", **options)
+    calls.clear()
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
 @pytest.mark.parametrize(
     ("family", "particular"),
     [
@@ -90,21 +100,12 @@ def test_an_eager_engine_answers_as_transformers_with_kernels_in_use(
     tmp_path: Path, calls: Counter[str], family: str, particular: dict[str, Any], graphs: str
 ) -> None:
     reference = checkpoint(tmp_path, family, **particular)
-    llm = LLM(
-        tmp_path,
-        dtype="float32",
-        max_num_seqs=4,
-        kv_memory="32MiB",
-        max_num_batched_tokens=64,
-        compilation_config={"level": 0, "cudagraph_mode": graphs},
-    )
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 640, (n,), generator=generator).tolist() for n in LENGTHS]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    calls.clear()
-    outputs = llm.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == greedy(reference, prompt)
+    config = {"level": 0, "cudagraph_mode": graphs}
+    options = {"max_num_batched_tokens": 64, "compilation_config": config}
+    found = generated(tmp_path, prompts, calls, **options)
+    assert found == [greedy(reference, prompt) for prompt in prompts]
     assert set(calls) == ELEMENTWISE | ATTENTION
     # Every layer of every step: one gate, one write of KV, and one norm with an addition.
     layers = SHAPE["num_hidden_layers"]
@@ -118,22 +119,9 @@ def test_an_eager_engine_answers_as_transformers_with_kernels_in_use(
 def test_traced_pieces_hold_torch_functions(tmp_path: Path, calls: Counter[str]) -> None:
     """Inductor fuses them, and could not look into an op."""
     reference = checkpoint(tmp_path, "Llama")
-    llm = LLM(
-        tmp_path,
-        dtype="float32",
-        max_num_seqs=4,
-        kv_memory="32MiB",
-        compilation_config={
-            "level": 3,
-            "cudagraph_mode": "NONE",
-            "use_inductor": False,
-            "passes": (),
-            "cache_dir": str(tmp_path / "cache"),
-        },
-    )
-    calls.clear()
+    config = {"level": 3, "cudagraph_mode": "NONE", "use_inductor": False, "passes": ()}
+    config["cache_dir"] = str(tmp_path / "cache")
     prompt = list(range(3, 60))
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    [output] = llm.generate([prompt], params)
-    assert output.outputs[0].token_ids == greedy(reference, prompt)
+    found = generated(tmp_path, [prompt], calls, compilation_config=config)
+    assert found == [greedy(reference, prompt)]
     assert set(calls) == ATTENTION

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -77,16 +77,11 @@ def wait_until(is_met: Callable[[], Any], told: Callable[[], Any] = lambda: "in 
 
 def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
     """Return code and JSON of an answer; code 0 where there is none."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, None
-    except (OSError, ValueError):
-        return 0, None
+    method = "GET" if body is None else "POST"
+    with suppress(httpx.HTTPError, ValueError):
+        answer = httpx.request(method, url, json=body, timeout=300, follow_redirects=True)
+        return answer.status_code, answer.json() if answer.is_success else None
+    return 0, None
 
 
 def run(
@@ -216,7 +211,7 @@ def test_what_serve_build_writes_is_deployed_with_more_replicas(
     [made] = yaml.safe_load(built.read_text())["applications"]
     assert made["import_path"] == "serve.default:app"
     assert [each["name"] for each in made["deployments"]] == [
-        *("PrefillPool", "DecodePool", "Ingress"),
+        *("PrefillPool", "DecodePool", "Ingress")
     ]
     made["deployments"][1]["num_replicas"] = 2
     del made["runtime_env"]

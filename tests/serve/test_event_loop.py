@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -23,55 +25,46 @@ from serve.event_loop import (
 )
 
 
-def test_small_work_is_done_at_once_and_other_work_in_threads() -> None:
-    async def main() -> list[bool]:
-        threads = WorkThreads()
-        here = threading.get_ident()
-        sizes = (MAX_INLINE, MAX_INLINE + 1, LONG + 1)
-        return [await threads.run(size, lambda _: threading.get_ident() == here) for size in sizes]
+@asynccontextmanager
+async def held(num: int) -> AsyncIterator[WorkThreads]:
+    """Threads with so much long work that ends with the block."""
+    threads, release = WorkThreads(), threading.Event()
+    long = [
+        asyncio.create_task(threads.run(LONG + 1, lambda _: release.wait(60))) for _ in range(num)
+    ]
+    await asyncio.sleep(0.05)
+    yield threads
+    release.set()
+    await asyncio.gather(*long)
 
-    assert asyncio.run(main()) == [True, False, False]
+
+async def test_small_work_is_done_at_once_and_other_work_in_threads() -> None:
+    threads, here = WorkThreads(), threading.get_ident()
+    sizes = (MAX_INLINE, MAX_INLINE + 1, LONG + 1)
+    found = [await threads.run(size, lambda _: threading.get_ident() == here) for size in sizes]
+    assert found == [True, False, False]
 
 
-def test_short_work_does_not_wait_for_long_work() -> None:
-    async def main() -> float:
-        threads, release = WorkThreads(), threading.Event()
-        long = [
-            asyncio.create_task(threads.run(LONG + 1, lambda _: release.wait(60))) for _ in range(3)
-        ]
-        await asyncio.sleep(0.05)
+async def test_short_work_does_not_wait_for_long_work() -> None:
+    async with held(3) as threads:
         began = time.monotonic()
         await threads.run(LONG, lambda _: None)
-        took_s = time.monotonic() - began
-        release.set()
-        await asyncio.gather(*long)
-        return took_s
-
-    assert asyncio.run(main()) < 1
+        assert time.monotonic() - began < 1
 
 
-def test_only_so_much_long_work_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_so_much_long_work_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "MAX_LONG_WAITING", 2)
-
-    async def main() -> None:
-        threads, release = WorkThreads(), threading.Event()
-        running = [
-            asyncio.create_task(threads.run(LONG + 1, lambda _: release.wait(60))) for _ in range(2)
-        ]
-        await asyncio.sleep(0)
+    async with held(2) as threads:
         with pytest.raises(Overloaded, match="at most 2 long requests"):
             await threads.run(LONG + 1, lambda _: None)
-        release.set()
-        await asyncio.gather(*running)
-        await threads.run(LONG + 1, lambda _: None)
-
-    asyncio.run(main())
+    await threads.run(LONG + 1, lambda _: None)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "too slow"])
-def test_work_that_nobody_waits_for_stops_at_its_next_check(
+async def test_work_that_nobody_waits_for_stops_at_its_next_check(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(event_loop, "WORK_TIMEOUT_S", 0.1)
     stopped = threading.Event()
 
     def work(check: Check) -> None:
@@ -82,17 +75,13 @@ def test_work_that_nobody_waits_for_stops_at_its_next_check(
         except Abandoned:
             stopped.set()
 
-    async def main() -> None:
-        task = asyncio.create_task(WorkThreads().run(LONG + 1, work))
-        await asyncio.sleep(0.05)
-        if how == "cancelled":
-            task.cancel()
-        with pytest.raises((asyncio.CancelledError, Overloaded)):
-            await task
-
-    monkeypatch.setattr(event_loop, "WORK_TIMEOUT_S", 0.1)
-    asyncio.run(main())
-    assert stopped.wait(60)
+    task = asyncio.create_task(WorkThreads().run(LONG + 1, work))
+    await asyncio.sleep(0.05)
+    if how == "cancelled":
+        task.cancel()
+    with pytest.raises((asyncio.CancelledError, Overloaded)):
+        await task
+    assert await asyncio.to_thread(stopped.wait, 60)
 
 
 async def turns_of(
@@ -117,29 +106,26 @@ async def turns_of(
 
 
 @pytest.mark.parametrize("num", [1, 4, 5, 103])
-def test_few_come_through_at_once_and_all_in_order(num: int) -> None:
-    turns = asyncio.run(turns_of(LoopThrottle(4), num))
+async def test_few_come_through_at_once_and_all_in_order(num: int) -> None:
+    turns = await turns_of(LoopThrottle(4), num)
     assert [i for turn in turns for i in turn] == list(range(num))
     assert all(len(turn) == 4 for turn in turns[:-1])
 
 
-def test_who_gives_up_takes_nobodys_turn() -> None:
+async def test_who_gives_up_takes_nobodys_turn() -> None:
     gone = frozenset({5, 6, 7, 8, 20})
-    turns = asyncio.run(turns_of(LoopThrottle(4), 30, gone))
+    turns = await turns_of(LoopThrottle(4), 30, gone)
     assert [i for turn in turns for i in turn] == [i for i in range(30) if i not in gone]
     assert all(len(turn) == 4 for turn in turns[:-1])
 
 
-def test_an_idle_pace_keeps_nobody_waiting() -> None:
-    async def run() -> None:
-        pace = LoopThrottle(2)
-        for _ in range(5):
-            async with asyncio.timeout(0):  # ends at the first turn of the loop
-                await pace.wait()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
+async def test_an_idle_pace_keeps_nobody_waiting() -> None:
+    pace = LoopThrottle(2)
+    for _ in range(5):
+        async with asyncio.timeout(0):  # ends at the first turn of the loop
+            await pace.wait()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
 
 # --- tick -------------------------------------------------------------------------------------
@@ -167,24 +153,19 @@ def test_a_tick_takes_the_same_share_of_a_core_however_cheap_chunks_are() -> Non
                 assert num * cost / tick.period_s == pytest.approx(0.25)
 
 
-def test_all_streams_wait_for_the_same_tick_whenever_they_come(
+async def test_all_streams_wait_for_the_same_tick_whenever_they_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 1.0)
-
-    async def run() -> list[float]:
-        tick, began = StreamBatcher(), time.monotonic()
-        tick.num_streams = 10_000
-        called_at: list[float] = []
-        for _ in range(3):
-            tick.call(lambda: called_at.append(time.monotonic() - began))
+    tick, began = StreamBatcher(), time.monotonic()
+    tick.num_streams = 10_000
+    called_at: list[float] = []
+    for _ in range(3):
+        tick.call(lambda: called_at.append(time.monotonic() - began))
+        await asyncio.sleep(0.02)
+    assert not called_at
+    async with asyncio.timeout(60):
+        while len(called_at) < 3:
             await asyncio.sleep(0.02)
-        assert not called_at
-        async with asyncio.timeout(60):
-            while len(called_at) < 3:
-                await asyncio.sleep(0.02)
-        return called_at
-
-    called_at = asyncio.run(run())
     assert len(called_at) == 3 and min(called_at) >= 0.99
     assert max(called_at) - min(called_at) < 0.5

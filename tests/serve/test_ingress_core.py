@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -56,70 +57,60 @@ class Board:
         return {"pools": {}}
 
 
-def run(scenario: Callable[[IngressCore, Board, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario on an ingress that has started; its receiving ends with the event."""
+@asynccontextmanager
+async def started() -> AsyncIterator[tuple[IngressCore, Board, asyncio.Event]]:
+    """An ingress that has started, its board, and an event with which its receiving ends."""
+    board, is_broken = Board(), asyncio.Event()
+    tick = StreamBatcher()
+    tokens = TokenMailboxes("tcp://10.0.0.1:1", None, tick)  # type: ignore[arg-type]
+    core = IngressCore(
+        deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2}),
+        board,
+        Router({}, tokens),
+        tick,
+        ingress_id="mine",
+        node="10.0.0.1",
+        secret=b"s" * 32,
+    )
 
-    async def main() -> None:
-        board, is_broken = Board(), asyncio.Event()
-        config = deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2})
-        tick = StreamBatcher()
-        tokens = TokenMailboxes("tcp://10.0.0.1:1", None, tick)  # type: ignore[arg-type]
-        core = IngressCore(
-            config,
-            board,
-            Router({}, tokens),
-            tick,
-            ingress_id="mine",
-            node="10.0.0.1",
-            secret=b"s" * 32,
-        )
-
-        async def receive() -> None:
-            await is_broken.wait()
-            raise ConnectionError("the socket is gone")
-
-        await core.start(asyncio.create_task(receive()), is_first=False)
-        try:
-            await scenario(core, board, is_broken)
-        finally:
-            await core.close()
+    async def receive() -> None:
+        await is_broken.wait()
+        raise ConnectionError("the socket is gone")
 
     try:
-        asyncio.run(main())
+        await core.start(asyncio.create_task(receive()), is_first=False)
+        try:
+            yield core, board, is_broken
+        finally:
+            await core.close()
     finally:
         gc.unfreeze()
 
 
-def test_an_ingress_beside_others_is_there_when_it_can_answer() -> None:
-    async def scenario(core: IngressCore, board: Board, _: asyncio.Event) -> None:
+async def test_an_ingress_beside_others_is_there_when_it_can_answer() -> None:
+    async with started() as (core, board, _):
         assert core.is_ready() and (await core.status())[0] == 200
         assert board.reports[0].loading and not board.reports[-1].loading
 
-    run(scenario)
 
-
-def test_figures_come_while_somebody_looks_and_count_what_all_have() -> None:
-    async def scenario(core: IngressCore, board: Board, _: asyncio.Event) -> None:
+async def test_figures_come_while_somebody_looks_and_count_what_all_have() -> None:
+    async with started() as (core, _, _):
         first = await core.figures()
         assert (first["figures"], first["num_live"], first["max_live"]) == (None, 2, 320)
         async with asyncio.timeout(60):
             while (await core.figures())["figures"] is None:
                 await asyncio.sleep(0.01)
 
-    run(scenario)
 
-
-def test_an_ingress_that_drains_takes_nothing_and_counts_what_others_answer() -> None:
-    async def scenario(core: IngressCore, board: Board, _: asyncio.Event) -> None:
+async def test_an_ingress_that_drains_takes_nothing_and_counts_what_others_answer() -> None:
+    async with started() as (core, _, _):
         assert await core.drain() == 2
         assert not core.is_ready()
         assert (await core.status())[1]["status"] == "draining"
 
-    run(scenario)
 
-
-def test_a_board_that_is_silent_costs_figures_and_no_requests() -> None:
-    async def scenario(core: IngressCore, board: Board, _: asyncio.Event) -> None:
+async def test_a_board_that_is_silent_costs_figures_and_no_requests() -> None:
+    async with started() as (core, board, _):
         board.is_silent = True
         with pytest.raises(ApiError, match="wanted its figures, found RayActorError"):
             await core.metrics({})
@@ -127,16 +118,12 @@ def test_a_board_that_is_silent_costs_figures_and_no_requests() -> None:
         assert core.is_ready()
         core.check_health()
 
-    run(scenario)
 
-
-def test_an_ingress_that_receives_no_more_tokens_is_not_well() -> None:
-    async def scenario(core: IngressCore, board: Board, is_broken: asyncio.Event) -> None:
+async def test_an_ingress_that_receives_no_more_tokens_is_not_well() -> None:
+    async with started() as (core, _, is_broken):
         assert not core.failure()
         is_broken.set()
         await asyncio.sleep(0.01)
         assert core.failure().startswith("ingress: a background task ended")
         with pytest.raises(RuntimeError, match="a background task ended"):
             core.check_health()
-
-    run(scenario)

@@ -12,9 +12,9 @@ import ray
 from ray.serve.config import HTTPOptions
 
 from compile.errors import FieldError
-from serve import listening
+from serve import serve_run
 from serve.app import deploy
-from serve.listening import check_free, check_same, listen
+from serve.serve_run import check_free, check_same, listen
 
 
 @pytest.mark.parametrize("given", ["port=9000", "host=0.0.0.0"])
@@ -69,8 +69,8 @@ def test_what_runs_already_is_joined_where_it_listens() -> None:
 def test_a_taken_port_ends_serve_run_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(listening, "_get_global_client", lambda **_: None)
-    monkeypatch.setattr(listening, "has_started_cluster", lambda: True)
+    monkeypatch.setattr(serve_run, "_get_global_client", lambda **_: None)
+    monkeypatch.setattr(serve_run, "has_started_cluster", lambda: True)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
-        listening._start({"host": "127.0.0.1", "port": taken.getsockname()[1]})
+        serve_run._start({"host": "127.0.0.1", "port": taken.getsockname()[1]})
     assert "wanted one that is free" in capsys.readouterr().err

@@ -22,19 +22,6 @@ def llm() -> LLM:
     return LLM(max_num_seqs=4, dtype="float32", kv_memory="64MiB")
 
 
-@pytest.mark.feature("R05")
-def test_outputs_are_in_the_order_of_their_prompts(llm: LLM) -> None:
-    questions = [f"What is {a} + 3?" for a in (14, 25, 36, 47, 58, 61)]
-    ids = [llm.tokenizer.apply_chat_template([{"role": "user", "content": q}]) for q in questions]
-    outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=8))
-    right = sum(
-        o.outputs[0].text == str(a + 3)
-        for a, o in zip((14, 25, 36, 47, 58, 61), outputs, strict=True)
-    )
-    assert right >= 5
-    assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
-
-
 def test_many_chats_are_answered_as_each_alone(llm: LLM) -> None:
     chats = [[{"role": "user", "content": f"What is {a} + 3?"}] for a in (14, 25, 36)]
     params = [SamplingParams(temperature=0, max_tokens=8), *[SamplingParams(temperature=0)] * 2]

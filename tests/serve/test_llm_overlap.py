@@ -114,9 +114,7 @@ def test_planning_ahead_changes_no_output(engines: dict[str, LLM], seed: int) ->
 
 
 @pytest.mark.feature("T04")
-def test_steps_are_planned_before_the_tokens_of_the_last_are_known(
-    engines: dict[str, LLM],
-) -> None:
+def test_steps_are_planned_before_the_tokens_of_the_last_are_known(engines: dict[str, LLM]) -> None:
     llm = engines["on"]
     assert isinstance(llm.engine, OverlappedEngine)
     assert not isinstance(engines["off"].engine, OverlappedEngine)

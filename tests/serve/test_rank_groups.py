@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -31,12 +30,6 @@ FORMS: list[dict[str, Any]] = [
     {"choice": ["zebra", "zoo", "Zürich"]},
     {"grammar": 'start: "(" start ")" | /[0-9]{3}/'},
 ]
-
-
-@contextmanager
-def client_of(app: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, chat: list[dict[str, str]]) -> list[int]:
@@ -74,7 +67,7 @@ def test_pools_of_two_ranks_each_answer_and_draw_as_one_rank_does(
         assert [r["tp_rank"] for r in ranks] == [0, 1]
         assert len({r["pid"] for r in ranks}) == 2
     llm = LLM(dtype="float32", max_num_seqs=8)
-    with client_of(app) as client:
+    with app.client() as client:
         assert [ask(client, chat) for chat in CHATS] == offline(llm)
         for seed, form in enumerate(FORMS):
             common: dict[str, Any] = {"temperature": 0.7, "n": 3, "seed": seed, "max_tokens": 120}
@@ -117,7 +110,7 @@ def test_pools_of_two_engines_each_answer_as_one_rank_does(engines: Any) -> None
     for pool in ("prefill", "decode"):
         found = [(r["dp_rank"], r["tp_rank"]) for r in engines.ready_ranks(pool)]
         assert found == [(0, 0), (1, 0)]
-    with client_of(engines) as client, ThreadPoolExecutor(4) as threads:
+    with engines.client() as client, ThreadPoolExecutor(4) as threads:
         served = list(threads.map(lambda chat: ask(client, chat), CHATS))
         assert ask(client, CHATS[0]) == served[0]  # alone: the other rank has nothing to do
     assert served == offline(LLM(dtype="float32", max_num_seqs=8, enforce_eager=True))
@@ -151,7 +144,7 @@ def test_mailboxes_wait_for_the_tick_of_the_streams_that_run(engines: Any) -> No
         return float(body["tick_s"])
 
     assert tick_s() == 0
-    with client_of(engines) as client, ThreadPoolExecutor(1) as threads:
+    with engines.client() as client, ThreadPoolExecutor(1) as threads:
 
         def stream() -> list[int]:
             chunks = client.completions.create(

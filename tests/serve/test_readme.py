@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from serve.config import deploy_config
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.feature("Y05")]
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -34,22 +35,18 @@ def block_with(language: str, text: str) -> str:
     return found
 
 
-def shell(command: str, server: Any, **env: str) -> str:
+@pytest.fixture
+def shell(server: Any, printed: Callable[..., str]) -> Callable[[str], str]:
     """Run a README command against the running application instead of port 8000."""
-    command = command.replace("localhost:8000", server.url.removeprefix("http://"))
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=ROOT,
-        env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def run(command: str) -> str:
+        command = command.replace("localhost:8000", server.url.removeprefix("http://"))
+        path = f"{BIN}:{os.environ['PATH']}"
+        return printed("bash", "-euo", "pipefail", "-c", command, PATH=path)
+
+    return run
 
 
-@pytest.mark.feature("Y05")
 def test_the_serve_command_is_the_one_that_the_tests_run(server: Any) -> None:
     command = block_with("bash", "serve run serve.app:deploy\n")
     assert command.strip().endswith("&& .venv/bin/serve run serve.app:deploy")
@@ -57,25 +54,23 @@ def test_the_serve_command_is_the_one_that_the_tests_run(server: Any) -> None:
     assert server.get("/ready")[0] == 200
 
 
-@pytest.mark.feature("Y05")
-def test_the_curl_commands(server: Any) -> None:
-    printed = shell(block_with("bash", "curl -s"), server)
+def test_the_curl_commands(shell: Any) -> None:
+    printed = shell(block_with("bash", "curl -s"))
     assert '"status":"ready"' in printed
     assert '"content":"42"' in printed
 
 
-@pytest.mark.feature("Y05")
-def test_the_client_snippet(server: Any, tmp_path: Path) -> None:
+def test_the_client_snippet(server: Any, shell: Any, tmp_path: Path) -> None:
     [snippet] = blocks("python", ENDPOINTS)
     script = tmp_path / "snippet.py"
     script.write_text(snippet.replace("http://localhost:8000", server.url))
-    assert shell(f"python {script}", server).strip() == "3 4 5 6 7 8 9"
+    assert shell(f"python {script}").strip() == "3 4 5 6 7 8 9"
 
 
-@pytest.mark.feature("Y05", "R05")
+@pytest.mark.feature("R05")
 @pytest.mark.parametrize("arguments", ["", " -O0 -cc.use_cudagraph=false"])
-def test_the_offline_example(server: Any, arguments: str) -> None:
-    printed = shell(f"python examples/offline.py{arguments}", server)
+def test_the_offline_example(shell: Any, arguments: str) -> None:
+    printed = shell(f"python examples/offline.py{arguments}")
     assert printed.splitlines()[-3:] == [
         "What is 12 + 30? -> 42",
         "Count from 3 to 9. -> 3 4 5 6 7 8 9",
@@ -83,9 +78,9 @@ def test_the_offline_example(server: Any, arguments: str) -> None:
     ]
 
 
-@pytest.mark.feature("Y05", "R09")
-def test_the_example_of_structured_output(server: Any) -> None:
-    lines = shell("python examples/structured_output.py", server).splitlines()[-4:]
+@pytest.mark.feature("R09")
+def test_the_example_of_structured_output(shell: Any) -> None:
+    lines = shell("python examples/structured_output.py").splitlines()[-4:]
     patterns = (
         r'json: \{"name": ".{0,10}", "age": [0-9]+\} \(stop\)',
         r"regex: [0-9]{3}-[0-9]{4} \(stop\)",
@@ -96,18 +91,18 @@ def test_the_example_of_structured_output(server: Any) -> None:
         assert re.fullmatch(pattern, line), line
 
 
-@pytest.mark.feature("R01", "Y05")
+@pytest.mark.feature("R01")
 def test_the_command_with_arguments_asks_for_two_decode_replicas() -> None:
     [line] = block_with("bash", "model=").strip().splitlines()
     command, *arguments = line.replace("/models/Llama-3.2-1B", "examples/tiny").split()[2:]
     assert command == "serve.app:deploy"
     config = deploy_config(dict(argument.split("=") for argument in arguments))
-    assert config.served_model_name == "tiny"
+    assert config.api.served_model_name == "tiny"
     assert [pool.replicas for pool in config.pools] == [1, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.feature("R01", "Y05")
+@pytest.mark.feature("R01")
 def test_the_yaml_file_starts_everything_from_nothing(tmp_path: Path, free_port: int) -> None:
     """A cluster of its own, as on a fresh machine, with YAML arguments; ended by an interrupt."""
     config = yaml.safe_load((ROOT / "examples/configs/tiny.yaml").read_text())

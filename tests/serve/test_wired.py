@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -116,7 +115,7 @@ def app(start_shared_app: Callable[..., Any], collector: Collector) -> Any:
 
 @pytest.fixture(scope="module")
 def client(app: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0) as made:
+    with app.client(KEY) as made:
         yield made
 
 
@@ -154,9 +153,8 @@ class Outage:
 
 def num_expired(app: Any) -> int:
     """Return how many leases have ended unread, of all prefill ranks."""
-    with urllib.request.urlopen(f"{app.url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found = re.findall(r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$", text, re.MULTILINE)
+    pattern = r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$"
+    found = re.findall(pattern, app.metrics()[0], re.MULTILINE)
     return int(sum(map(float, found)))
 
 
@@ -265,10 +263,8 @@ def test_more_sequences_than_may_wait_are_refused_and_the_page_counts_those_that
     with pytest.raises(openai.RateLimitError) as refused:
         complete(client, "4 5 6", max_tokens=1)
     stream.close()
-    deadline = time.monotonic() + 60
-    while app.get("/status")[1]["num_live"]:  # the next test's requests want their places
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # The next test's requests want their places.
+    app.wait_until(lambda: app.get("/status")[1]["num_live"] == 0)
     assert (figures["num_live"], figures["max_live"]) == (MAX_LIVE, MAX_LIVE)
     assert f"of {MAX_LIVE}" in refused.value.message
     assert int(refused.value.response.headers["Retry-After"]) > 0
@@ -359,11 +355,7 @@ def request_lines(session: Path, request_ids: list[str]) -> tuple[list[str], lis
 
 @pytest.mark.feature("R15")
 def test_a_request_through_two_pools_is_traced_and_logged_without_its_prompt(
-    app: Any,
-    client: openai.OpenAI,
-    ray_cluster: Any,
-    collector: Collector,
-    capsys: pytest.CaptureFixture[str],
+    app: Any, client: openai.OpenAI, ray_cluster: Any, collector: Collector
 ) -> None:
     answer = ask(client, "whole", max_tokens=30)
     ask(client, "two", max_tokens=10, n=2)
@@ -409,9 +401,6 @@ def test_a_request_through_two_pools_is_traced_and_logged_without_its_prompt(
     for secret in (KEY, PROMPT, str(answer.choices[0].message.content)):
         assert not any(secret in each for each in lines)
         assert not any(secret.encode() in body for body in collector.bodies)
-    with capsys.disabled():
-        parts = ", ".join(f"{s.name} {length(s) / 1e6:.2f}" for s in collector.trace("whole")[1])
-        print(f"\nllm_request {length(root) / 1e6:.2f} ms: {parts}")
 
 
 @pytest.mark.feature("P18")

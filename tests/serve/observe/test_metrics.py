@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import METRICS, PREFIX
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.feature("R15")]
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,15 +31,8 @@ OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def scrape(app: Any, accept: str = "text/plain") -> tuple[str, str]:
-    """Return text and content type."""
-    request = urllib.request.Request(app.url + "/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return answer.read().decode(), answer.headers["Content-Type"]
-
-
 def families(app: Any) -> dict[str, Metric]:
-    return {family.name: family for family in text_string_to_metric_families(scrape(app)[0])}
+    return {family.name: family for family in text_string_to_metric_families(app.metrics()[0])}
 
 
 def growing(app: Any) -> Series:
@@ -68,18 +61,11 @@ def assert_no_fall(before: Series, after: Series) -> None:
     assert not fallen
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def ask(client: openai.OpenAI, question: str, **fields: Any) -> Any:
     messages: Any = [{"role": "user", "content": question}]
     return client.chat.completions.create(model="lockstep-tiny", messages=messages, **fields)
 
 
-@pytest.mark.feature("R15")
 def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.OpenAI) -> None:
     before = growing(server)
     began = time.monotonic()
@@ -126,7 +112,6 @@ def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.
     assert grown("http_responses_total", path="/v1/chat/completions", code="200") == 5
 
 
-@pytest.mark.feature("R15")
 def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -> None:
     before = settled(server)
     answer = ask(client, "Count from 3 to 19.", max_tokens=40, temperature=0)
@@ -187,7 +172,6 @@ def settled(server: Any, have_told: Callable[[Series], bool] = lambda series: Tr
     raise AssertionError("ranks count on")
 
 
-@pytest.mark.feature("R15")
 def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     server: Any, client: openai.OpenAI
 ) -> None:
@@ -206,13 +190,13 @@ def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     seen: Series = {}
     running = 0.0
     while any(thread.is_alive() for thread in threads):
-        plain, kind = scrape(server)
+        plain, kind = server.metrics()
         assert kind.startswith("text/plain; version=0.0.4")
         found = {f.name: f for f in text_string_to_metric_families(plain)}
         running = max(running, *(s.value for s in found["lockstep:num_requests_running"].samples))
         if running:
             is_seen.set()
-        text, kind = scrape(server, OPEN_METRICS)
+        text, kind = server.metrics(OPEN_METRICS)
         assert kind.startswith("application/openmetrics-text; version=1.0.0")
         assert {f.name for f in open_metrics_families(text)} == set(found)
         now = growing(server)
@@ -236,7 +220,6 @@ def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     assert all(s.labels["block_size"] == "16" and int(s.labels["num_gpu_blocks"]) for s in info)
 
 
-@pytest.mark.feature("R15")
 def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
     start_app: Callable[..., Any],
 ) -> None:
@@ -244,7 +227,7 @@ def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
 
     options = ["pools=mixed", "dtype=float32", "O=0", "max_num_seqs=8", "kv_memory=64MiB"]
     app = start_app("totals", *options)
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as api:
+    with app.client() as api:
         usage = ask(api, "Count from 3 to 19.", max_tokens=40, temperature=0).usage
         before = settled(app, lambda now: total(now, "steps_total") >= usage.completion_tokens)
         assert total(before, "generation_tokens_total") == usage.completion_tokens
@@ -253,7 +236,7 @@ def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
 
         [rank] = app.ranks("mixed")
         os.kill(rank["pid"], signal.SIGKILL)
-        wait_until(lambda: [r["epoch"] for r in app.ranks("mixed")] == [1], app)
+        app.wait_until(lambda: [r["epoch"] for r in app.ranks("mixed")] == [1])
         app.wait_until_ready()
         after = settled(app)
         assert_no_fall(before, after)
@@ -269,9 +252,9 @@ def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
             if each["namespace"] == "serve" and "totals#Ingress" in each["name"]
         ]
         ray.kill(ray.get_actor(ingress["name"], namespace="serve"))
-        wait_until(lambda: _answers_anew(app, ingress["name"]), app)
+        app.wait_until(lambda: is_gone(ingress["name"]) and app.get("/ready")[0] == 200)
         app.wait_until_ready()
-        wait_until(lambda: total(growing(app), "steps_total") > 0, app)
+        app.wait_until(lambda: total(growing(app), "steps_total") > 0)
         last = growing(app)
         assert_no_fall(again, last)
         ask(api, "Count from 3 to 19.", max_tokens=40, temperature=0)
@@ -279,18 +262,16 @@ def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
         assert grown == total(again, "generation_tokens_total") + usage.completion_tokens
 
 
-UNTIL_IT_HAPPENS = {
-    "rank_restarts_total",
-    "compile_cache_misses_total",
-}
+UNTIL_IT_HAPPENS = {"rank_restarts_total", "compile_cache_misses_total"}
 """Metrics without a series until what they count has happened."""
 
 
-@pytest.mark.feature("R15")
-def test_every_query_of_the_dashboard_selects_series_after_traffic(server: Any) -> None:
+def test_every_query_of_the_dashboard_selects_series_after_traffic(
+    server: Any, client: openai.OpenAI
+) -> None:
     """Each selector of each query finds a series, and what it is summed by is a label of it."""
     for _ in range(2):  # the second one finds the first one's prefix
-        ask_anything(server)
+        ask(client, "What is 1 + 2?", max_tokens=4)
     series = settled(server) | {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families(server).values()
@@ -322,14 +303,8 @@ def test_every_query_of_the_dashboard_selects_series_after_traffic(server: Any) 
     assert missing <= {PREFIX + name for name in UNTIL_IT_HAPPENS}
 
 
-def ask_anything(server: Any) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        ask(api, "What is 1 + 2?", max_tokens=4)
-
-
-@pytest.mark.feature("R15")
-def test_ray_exports_the_same_figures(server: Any, ray_cluster: Any) -> None:
-    ask_anything(server)
+def test_ray_exports_the_same_figures(server: Any, client: openai.OpenAI, ray_cluster: Any) -> None:
+    ask(client, "What is 1 + 2?", max_tokens=4)
     import ray
 
     [node] = ray.nodes()
@@ -350,28 +325,11 @@ def test_ray_exports_the_same_figures(server: Any, ray_cluster: Any) -> None:
         bucket = series.get((f"{prefix}request_generation_tokens_bucket", "+Inf"), -1)
         return generated > 0 and count == bucket
 
-    wait_until(told, server, timeout_s=900)
+    server.wait_until(told)
 
 
-def _answers_anew(app: Any, old: str) -> bool:
+def is_gone(name: str) -> bool:
     import ray
 
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-    if old in names:
-        return False
-    try:
-        return app.get("/ready")[0] == 200
-    except OSError:
-        return False
-
-
-def wait_until(is_met: Callable[[], bool], app: Any, timeout_s: float = 900) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if is_met():
-                return
-        except (OSError, KeyError, ValueError):
-            pass
-        assert time.monotonic() < deadline, app.log.read_text()
-        time.sleep(0.05)
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return name not in [each["name"] for each in actors]

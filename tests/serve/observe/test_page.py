@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from serve.observe.page import FILES
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.feature("R19")]
 
 PAGE = Path(__file__).resolve().parents[3] / "serve" / "observe" / "page"
 
 
-def get(url: str, key: str = "") -> tuple[int, Any, bytes]:
+def get(url: str, key: str = "") -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
-            return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers, error.read()
+    return httpx.get(url, headers=headers, timeout=300)
 
 
-@pytest.mark.feature("R19")
 def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server: Any) -> None:
     for path, (name, kind) in FILES.items():
-        status, headers, content = get(server.url + path)
-        assert status == 200 and headers["Content-Type"].startswith(kind)
-        assert content == (PAGE / name).read_bytes()
-        policy = headers["Content-Security-Policy"]
+        answer = get(server.url + path)
+        assert answer.status_code == 200 and answer.headers["Content-Type"].startswith(kind)
+        assert answer.content == (PAGE / name).read_bytes()
+        policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
         assert "script-src 'self'" in policy and "connect-src 'self'" in policy
         # Of a namespace nothing is loaded.
-        found = re.findall(r"(?:https?:)?//[\w.]+", content.decode().replace("// ", ""))
+        found = re.findall(r"(?:https?:)?//[\w.]+", answer.text.replace("// ", ""))
         assert set(found) <= {"http://www.w3.org"}
     html = (PAGE / "page.html").read_text()
     named = re.findall(r'(?:src|href)="(?!#|data:)([^"]+)"', html)
     assert {"page.css", "page.js"} <= set(named)
-    assert all(get(f"{server.url}/{name}")[0] == 200 for name in named)
+    assert all(get(f"{server.url}/{name}").status_code == 200 for name in named)
     assert "<style" not in html and not re.search(r"\son\w+=|\sstyle=", html)
     script = (PAGE / "page.js").read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
@@ -53,7 +44,7 @@ def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server:
     assert ids and ids <= set(re.findall(r'id="([\w-]+)"', html))
 
 
-@pytest.mark.feature("R19", "R20")
+@pytest.mark.feature("R20")
 @pytest.mark.slow
 def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
     start_app: Callable[..., Any], tmp_path: Path
@@ -62,19 +53,18 @@ def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
     cold = f"compilation.cache_dir={tmp_path}"
     app = start_app("page", "pools=mixed", "api_keys=sesame", cold, is_compiled=False)
     for path in (*FILES, "/status"):
-        assert get(app.url + path)[0] == 200
-    assert json.loads(get(app.url + "/status")[2])["needs_key"] is True
-    assert get(app.url + "/v1/models")[0] == 401
-    assert get(app.url + "/v1/models", "sesame")[0] == 200
+        assert get(app.url + path).status_code == 200
+    assert get(app.url + "/status").json()["needs_key"] is True
+    assert get(app.url + "/v1/models").status_code == 401
+    assert get(app.url + "/v1/models", "sesame").status_code == 200
     seen: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 900
-    while True:
+
+    def is_compiled() -> bool:
         _, body = app.get("/ready")
-        seen += body["loading"]
-        if body["status"] == "ready" and not body["compiling"]:
-            break
-        assert time.monotonic() < deadline, body
-        time.sleep(0.1)
+        seen.extend(body["loading"])
+        return body["status"] == "ready" and not body["compiling"]
+
+    app.wait_until(is_compiled)
     compiling = [entry for entry in seen if entry["what"] == "mixed: compiling"]
     assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
     assert compiling[-1]["done"] > 0
@@ -84,8 +74,7 @@ def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
         r"compiling while it serves, \d+ s: mixed: compiling \d+/\d+ for \d+ s",
         r"ready after [\d.]+ s",
     )
-    deadline = time.monotonic() + 300  # what an ingress logs reaches the console a little later
-    for line in said:
-        while not re.search(rf"lockstep\.ingress: {line}", app.log.read_text()):
-            assert time.monotonic() < deadline, (line, app.log.read_text())
-            time.sleep(0.1)
+    for line in said:  # what an ingress logs reaches the console a little later
+        app.wait_until(
+            lambda line=line: re.search(f"lockstep.ingress: {line}", app.log.read_text())
+        )

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.feature("R19"),
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason=f"needs one of {', '.join(NAMES)}, found none"),
 ]
@@ -231,15 +231,9 @@ def requests(server: Any) -> Iterator[None]:
     is_over = threading.Event()
 
     def ask() -> None:
-        body = {"model": "lockstep-tiny", "prompt": "3 4 5", "max_tokens": 200}
-        while not is_over.is_set():
-            request = urllib.request.Request(
-                server.url + "/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                answer.read()
+        with server.client() as client:
+            while not is_over.is_set():
+                client.completions.create(model="lockstep-tiny", prompt="3 4 5", max_tokens=200)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
@@ -262,7 +256,6 @@ STEP = ".replica:last-child tbody .step"
 SAID = "document.querySelector('#talk p:last-child > :last-child')"
 
 
-@pytest.mark.feature("R19")
 def test_figures_grow_while_requests_run(
     server: Any, open_page: Callable[[Any], Page], requests: None
 ) -> None:
@@ -275,7 +268,6 @@ def test_figures_grow_while_requests_run(
     assert page.value("document.title") == "ready \u00b7 Lockstep"
 
 
-@pytest.mark.feature("R19")
 def test_the_chat_is_used_by_keyboard_and_its_answer_grows(
     server: Any, open_page: Callable[[Any], Page]
 ) -> None:
@@ -313,7 +305,6 @@ def test_the_chat_is_used_by_keyboard_and_its_answer_grows(
     assert page.value("document.activeElement.value") == ""
 
 
-@pytest.mark.feature("R19")
 def test_a_phone_shows_all_without_scrolling_sideways(
     server: Any, open_page: Callable[[Any], Page], requests: None
 ) -> None:
@@ -329,7 +320,6 @@ def test_a_phone_shows_all_without_scrolling_sideways(
     assert page.value("document.querySelector('#send').getBoundingClientRect().height") >= 44
 
 
-@pytest.mark.feature("R19")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_in_both_schemes(
     server: Any, open_page: Callable[[Any], Page], scheme: str
@@ -345,7 +335,6 @@ def test_texts_stand_out_in_both_schemes(
         assert [(what, ratio) for what, ratio in found if ratio < 4.5] == []
 
 
-@pytest.mark.feature("R19")
 def test_the_page_tells_of_a_killed_rank_and_outlives_its_application(
     start_app: Callable[..., Any], open_page: Callable[[Any], Page]
 ) -> None:

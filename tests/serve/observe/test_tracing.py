@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,8 @@ from serve.observe.tracing import (
     otlp_exporter,
 )
 from serve.requests.records import Attempt, RequestRecord, SequenceRecord
+
+pytestmark = pytest.mark.feature("R15")
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NOW = time.monotonic()
@@ -75,7 +76,6 @@ def seconds(spans: list[Any]) -> list[tuple[str, float]]:
     return [(s.name, round((s.end_time - s.start_time) / 1e9, 6)) for s in spans]
 
 
-@pytest.mark.feature("R15")
 def test_the_spans_of_a_request_divide_its_time() -> None:
     root, children = spans_of(request(sequence()))
     assert seconds(children) == [
@@ -95,7 +95,6 @@ def test_the_spans_of_a_request_divide_its_time() -> None:
     assert {s.status.status_code for s in (root, *children)} == {StatusCode.UNSET}
 
 
-@pytest.mark.feature("R15")
 def test_attributes_are_those_of_vllm_and_of_the_conventions() -> None:
     root, _ = spans_of(request(sequence()))
     found = {name: value for name, value in root.attributes.items() if "latency" not in name}
@@ -136,7 +135,6 @@ def test_attributes_are_those_of_vllm_and_of_the_conventions() -> None:
     }
 
 
-@pytest.mark.feature("R15")
 def test_a_mixed_pool_has_no_transfer_and_a_single_token_no_decode() -> None:
     mixed = {"handed_over_at": 0.0, "kv_wait_s": 0.0, "resumed_at": 0.0, "engines": ["mixed/a/0"]}
     _, children = spans_of(request(sequence(attempt(**mixed))))
@@ -145,7 +143,6 @@ def test_a_mixed_pool_has_no_transfer_and_a_single_token_no_decode() -> None:
     assert seconds(children)[1:] == [("queue", 1), ("prefill", 2)]
 
 
-@pytest.mark.feature("R15")
 def test_a_request_belongs_to_the_trace_that_its_client_names() -> None:
     named = f"00-{TRACE_ID}-{PARENT_ID}-01"
     root, _ = spans_of(request(sequence(), traceparent=named, tracestate="a=b"))
@@ -154,14 +151,10 @@ def test_a_request_belongs_to_the_trace_that_its_client_names() -> None:
     assert root.context.trace_state.get("a") == "b"
     root, _ = spans_of(request(sequence(), traceparent="nonsense"))
     assert root.parent is None
-    collector = Collector()
-    tracing = Tracing(collector, "this")
-    tracing.write(request(sequence(), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00"))
-    tracing.close()
-    assert collector.spans == [], "the client does not sample"
+    unsampled = request(sequence(), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00")
+    assert sent(unsampled) == [], "the client does not sample"
 
 
-@pytest.mark.feature("R15")
 def test_a_request_that_lost_its_ranks_has_the_spans_of_both_attempts() -> None:
     lost = attempt(handed_over_at=0.0, first_at=0.0, resumed_at=0.0, engines=[])
     lost.lost_at, lost.lost = NOW + 2, "died"
@@ -183,7 +176,6 @@ def test_a_request_that_lost_its_ranks_has_the_spans_of_both_attempts() -> None:
     assert root.status.status_code is StatusCode.UNSET and root.attributes["lockstep.attempts"] == 2
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("fields", "status", "last", "error"),
     [
@@ -206,7 +198,6 @@ def test_a_request_that_ends_early_has_an_error_where_it_ended(
     assert round((root.end_time - children[-1].end_time) / 1e9, 6) == 1
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("status", "error"), [(400, None), (429, None), (503, "503"), (0, "abort")]
 )
@@ -216,7 +207,6 @@ def test_a_request_that_never_ran_has_one_span(status: int, error: str | None) -
     assert root.status.description == error and root.attributes.get("error.type") == error
 
 
-@pytest.mark.feature("R15")
 def test_the_first_choices_of_a_request_are_told_apart() -> None:
     root, children = spans_of(request(*(sequence() for _ in range(MAX_TRACED + 1))))
     choices = [child.attributes["lockstep.choice"] for child in children if child.name == "decode"]
@@ -239,6 +229,15 @@ class Collector(SpanExporter):
         return result
 
 
+def sent(record: RequestRecord, instance: str = "this") -> list[Any]:
+    """Return the spans of a request that reach a collector by the end."""
+    collector = Collector()
+    tracing = Tracing(collector, instance)
+    tracing.write(record)
+    tracing.close()
+    return collector.spans
+
+
 def wait_for(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not is_so():
@@ -257,7 +256,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@pytest.mark.feature("R15")
 def test_a_collector_that_fails_is_told_once_and_so_is_its_return(
     told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,26 +271,17 @@ def test_a_collector_that_fails_is_told_once_and_so_is_its_return(
     assert "refused" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.feature("R15")
 def test_what_was_written_is_sent_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    collector = Collector()
-    tracing = Tracing(collector, "replica-7")
-    tracing.write(request(sequence()))
-    tracing.close()
-    assert len(collector.spans) == 6
-    resource = collector.spans[0].resource.attributes
+    spans = sent(request(sequence()), "replica-7")
+    assert len(spans) == 6
+    resource = spans[0].resource.attributes
     assert (resource["service.name"], resource["service.instance.id"]) == ("mine", "replica-7")
 
 
-@pytest.mark.feature("R15")
 def test_the_environment_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    collector = Collector()
-    tracing = Tracing(collector, "this")
-    tracing.write(request(sequence()))
-    tracing.close()
-    assert collector.spans == []
+    assert sent(request(sequence())) == []
 
 
 @pytest.mark.parametrize("bad", ["localhost:4317", "ftp://host", "http://", "http://h:99999", "x"])
@@ -301,7 +290,6 @@ def test_an_endpoint_that_is_no_url_is_refused(bad: str) -> None:
         deploy_config({"otlp_traces_endpoint": bad})
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("endpoint", "named", "protocol"),
     [
@@ -324,7 +312,6 @@ def test_missing_packages_are_named_with_what_to_install(
     assert str(found.value).startswith(f"otlp_traces_endpoint: {wanted}, found 'import of ")
 
 
-@pytest.mark.feature("R15")
 def test_spans_reach_a_collector_over_grpc() -> None:
     pytest.importorskip(EXPORTERS[GRPC], reason="needs the extra `tracing`")
     import grpc
@@ -351,7 +338,6 @@ def test_spans_reach_a_collector_over_grpc() -> None:
     assert b"llm_request" in servicer.body and b"transfer" in servicer.body
 
 
-@pytest.mark.feature("R15")
 def test_a_port_on_which_nobody_listens_is_told(told: list[str], free_port: int) -> None:
     pytest.importorskip(EXPORTERS[HTTP], reason="needs the extra `tracing`")
     tracing = Tracing(otlp_exporter(f"http://127.0.0.1:{free_port}/v1/traces"), "this")
@@ -366,11 +352,10 @@ def test_a_port_on_which_nobody_listens_is_told(told: list[str], free_port: int)
     assert "refused" in line
 
 
-def test_nothing_is_imported_where_nothing_is_traced() -> None:
+def test_nothing_is_imported_where_nothing_is_traced(printed: Any) -> None:
     code = (
         "import sys; from serve.config import deploy_config; import serve.observe.tracing;"
         "assert deploy_config({}).args.otlp_traces_endpoint is None;"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(sys.executable, "-c", code).strip() == "[]"

@@ -28,9 +28,10 @@ from cluster.observe.metrics import INGRESS, MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
 from serve.admission import Admission
 from serve.arguments import DeployArgs
+from serve.config import ApiSettings
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 
@@ -100,12 +101,6 @@ class ScriptedBackend:
         self.ledger.add("this", INGRESS, counts)
         return MetricsSnapshot(self.ledger.totals, {})
 
-    def debug_ingress(self) -> dict[str, Any]:
-        return {"num_live": 0}
-
-    async def debug_ranks(self) -> dict[str, Any]:
-        return {"pools": {}}
-
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
@@ -153,23 +148,14 @@ class ScriptedBackend:
         )
 
 
-class EngineBackend:
-    """An engine that steps between the requests' events."""
+class EngineBackend(ScriptedBackend):
+    """An engine that steps between the requests' events, in place of a script."""
 
     def __init__(self, engine: Any) -> None:
+        super().__init__()
         self._engine = engine
         self._waiting: dict[str, asyncio.Queue[EngineOutput]] = {}
         self._pump: asyncio.Task[None] | None = None
-        self.requests: list[GenerateRequest] = []
-
-    def is_ready(self) -> bool:
-        return True
-
-    def failure(self) -> str:
-        return ""
-
-    async def status(self) -> tuple[int, dict[str, Any]]:
-        return 200, {"status": "ready"}
 
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord
@@ -347,19 +333,25 @@ def call(app: Starlette) -> Call:
 
 
 @pytest.fixture
-def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
+def app_with(
+    backend: ScriptedBackend, tokenizer: Tokenizer, admission: Admission
+) -> Callable[..., Starlette]:
+    """Return an app with these settings: `app_with({"max_model_len": 9, ...})`."""
+
+    def make(limits: dict[str, Any]) -> Starlette:
+        own = {"served_model_name": "m", "max_model_len": 256}
+        own |= {name: limits[name] for name in ApiSettings.__struct_fields__ if name in limits}
+        args = DeployArgs(**{name: limits[name] for name in limits.keys() - own.keys()})
+        settings = ApiSettings(**own, args=args)
+        return build_app(Serving(settings, backend, lambda: tokenizer, admission))
+
+    return make
+
+
+@pytest.fixture
+def call_with(app_with: Callable[..., Starlette]) -> Call:
     """Send one request to an app with these settings: `call_with({...}, "POST", ...)`."""
-
-    def ask(limits: dict[str, Any], method: str, path: str, **kwargs: Any) -> httpx.Response:
-        own = ApiSettings.__struct_fields__
-        args = {name: limits[name] for name in limits if name not in own}
-        limits = {name: limits[name] for name in limits.keys() - args}
-        given = {"served_model_name": "m", "max_model_len": 256, **limits}
-        settings = ApiSettings(**given, args=DeployArgs(**args))
-        serving = Serving(settings, backend, lambda: tokenizer, new_admission())
-        return send(build_app(serving), method, path, **kwargs)
-
-    return ask
+    return lambda limits, method, path, **kwargs: send(app_with(limits), method, path, **kwargs)
 
 
 class Chats:

@@ -7,13 +7,19 @@ from itertools import count
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cluster.wire.messages import SALT_BYTES
+from compile.errors import FieldError
+from model.fields import Source, convert
 from serve.admission import Admission
-from serve.config import deploy_config
+from serve.arguments import parse_args
+from serve.clients import HANDLE, MAX_SALT_CHARS, CacheSalt, CacheSalts, Client, of_key
+from serve.config import ApiSettings, deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
-from serve.requests.cache_salt import CacheSalts
+from serve.openai.generation import Serving
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32
@@ -34,11 +40,13 @@ def asker(llm: LLM, engine_backend: Any, admission: Admission, send_to: Any) -> 
     """
 
     def start(**arguments: str) -> Ask:
-        access = deploy_config({"api_keys": "one,two", **arguments}).access
-        settings = ApiSettings(served_model_name="tiny", max_model_len=llm.config.max_model_len)
-        salts = CacheSalts(SECRET, is_per_key=access.divides_prefix_cache)
-        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, salts=salts)
-        app = build_app(serving, access)
+        settings = ApiSettings(
+            served_model_name="tiny",
+            max_model_len=llm.config.max_model_len,
+            args=deploy_config({"api_keys": "one,two", **arguments}).args,
+        )
+        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, secret=SECRET)
+        app = build_app(serving)
 
         def ask(key: str, path: str, text: str, **fields: Any) -> int:
             prompts: dict[str, dict[str, Any]] = {
@@ -101,3 +109,40 @@ def test_choices_of_one_prompt_share(asker: Any, new_text: str) -> None:
     ask: Ask = asker()
     assert ask("one", "completions", new_text, n=3, temperature=1) == 0
     assert ask("one", "completions", new_text, n=3, temperature=1) > 32
+
+
+CLIENTS = st.text(max_size=8).map(Client)
+SALTS = st.none() | st.text(min_size=1, max_size=8)
+
+
+@given(one=st.tuples(CLIENTS, SALTS), other=st.tuples(CLIENTS, SALTS))
+def test_salts_are_equal_for_equal_clients_and_salts_alone(
+    one: tuple[Client, str | None], other: tuple[Client, str | None]
+) -> None:
+    per_key, shared = CacheSalts(b"secret", is_per_key=True), CacheSalts(b"secret")
+    assert (per_key.of(*one) == per_key.of(*other)) == (one == other)
+    assert (shared.of(*one) == shared.of(*other)) == (one[1] == other[1])
+
+
+def test_a_salt_tells_nothing_to_those_without_the_secret() -> None:
+    client = of_key("sesame")
+    salts = [CacheSalts(secret, is_per_key=True).of(client, None) for secret in (b"1", b"2")]
+    assert salts[0] != salts[1] and {len(salt) for salt in salts} == {SALT_BYTES}
+    assert CacheSalts(b"1").of(client, None) == b""
+    assert CacheSalts(b"1", is_per_key=True).of(HANDLE, None) not in (b"", *salts)
+
+
+@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1)])
+def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
+    with pytest.raises(FieldError, match=r"^cache_salt: wanted 1 to 1024 characters, found"):
+        convert(salt, CacheSalt, Source.PYTHON, "cache_salt")
+    convert("x" * MAX_SALT_CHARS, CacheSalt, Source.PYTHON, "cache_salt")
+
+
+def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
+    keys = {"device": "cpu", "api_keys": "one,other"}
+    assert deploy_config(keys).args.divides_prefix_cache
+    assert not deploy_config({**keys, "prefix_cache_sharing": "all"}).args.divides_prefix_cache
+    assert not deploy_config({"device": "cpu"}).args.divides_prefix_cache
+    with pytest.raises(FieldError, match=r"^prefix_cache_sharing: wanted key or all, found 'no'"):
+        parse_args({"prefix_cache_sharing": "no"})

@@ -11,7 +11,8 @@ import pytest
 
 from serve.requests.tokenizer import ChatTemplateError, Tokenizer
 
-CHAT = "/v1/chat/completions"
+pytestmark = pytest.mark.feature("R11")
+
 TURNS = [
     {"role": "user", "content": "hello "},
     {"role": "assistant", "content": " the cat"},
@@ -73,7 +74,6 @@ def wanted_ids(api: Any, messages: list[Any], **kwargs: Any) -> list[int]:
     return found
 
 
-@pytest.mark.feature("R11")
 def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Any) -> None:
     found = api("{% for m in messages %}{{ m.name | default('?') }}: {{ m.content }}\n{% endfor %}")
     named = [{**turn, "name": name} for turn, name in zip(TURNS, ("Ann", "Bob"), strict=False)]
@@ -82,7 +82,6 @@ def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Any) -> No
     assert found.prompt_ids(messages=named) != found.prompt_ids(messages=TURNS[:2])
 
 
-@pytest.mark.feature("R11")
 def test_prompt_is_that_of_transformers(api: Any, template: str) -> None:
     made = api(template)
     for messages in (TURNS, SYSTEM, TURNS[:1]):
@@ -98,7 +97,6 @@ def test_prompt_is_that_of_transformers(api: Any, template: str) -> None:
             assert made.prompt_ids(messages=messages, add_generation_prompt=False) == wanted
 
 
-@pytest.mark.feature("R11")
 def test_final_message_is_continued_like_in_transformers(api: Any, template: str) -> None:
     made = api(template)
     messages = TURNS[:2]
@@ -111,7 +109,6 @@ def test_final_message_is_continued_like_in_transformers(api: Any, template: str
     assert answer.json()["error"]["param"] == "continue_final_message"
 
 
-@pytest.mark.feature("R11")
 @pytest.mark.parametrize(
     "kwargs", [{"enable_thinking": False}, {"enable_thinking": True}, {"words": ["a", {"b": 1}]}]
 )
@@ -122,7 +119,6 @@ def test_template_kwargs_reach_the_template(api: Any, kwargs: dict[str, Any]) ->
     assert (found != made.prompt_ids(messages=TURNS)) == (kwargs != {"enable_thinking": True})
 
 
-@pytest.mark.feature("R11")
 def test_parts_reach_a_template_that_reads_parts(api: Any) -> None:
     made = api(TEMPLATES["thinking"])
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
@@ -132,7 +128,6 @@ def test_parts_reach_a_template_that_reads_parts(api: Any) -> None:
     assert "[text]the[text] cat" in made.oracle.decode(found)
 
 
-@pytest.mark.feature("R11")
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinking"])
 def test_parts_are_joined_for_a_template_that_reads_text(api: Any, name: str) -> None:
     made = api(TEMPLATES[name])
@@ -147,7 +142,6 @@ def test_the_bundled_template_reads_parts(tiny_checkpoint: Path) -> None:
     assert tokenizer.takes_parts()
 
 
-@pytest.mark.feature("R11")
 def test_a_clients_template_is_refused_and_a_named_one_taken(api: Any) -> None:
     made = api(TEMPLATES["chatml"], short="{% for m in messages %}{{ m.content }}{% endfor %}")
     found = made.prompt_ids(messages=TURNS, chat_template="short")
@@ -166,10 +160,8 @@ def test_without_names_no_template_is_taken(api: Any) -> None:
     assert error["param"] == "chat_template" and "without a name" in error["message"]
 
 
-@pytest.mark.feature("R11")
 @pytest.mark.parametrize(
-    "name",
-    ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"],
+    "name", ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"]
 )
 def test_template_kwargs_are_variables_only(api: Any, name: str) -> None:
     made = api(TEMPLATES["chatml"])

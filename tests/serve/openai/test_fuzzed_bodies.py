@@ -181,7 +181,6 @@ def test_no_body_is_an_error_of_ours(
         check()
         question = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8}
         answer = runner.run(post(CHAT, json.dumps({**question, "temperature": 0}).encode()))
-    print(f"{found.total()} bodies: {dict(sorted(found.items()))}")
     assert answer.json()["choices"][0]["message"]["content"] == "42"
     assert found[200] > found.total() / 10 and found[400] > found.total() / 10
     assert not llm.engine.has_unfinished

@@ -13,19 +13,15 @@ from transformers import AutoModelForCausalLM
 from cluster.config import Role
 from serve.llm import LLM, SamplingParams
 
+pytestmark = pytest.mark.feature("R08")
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Count from 3 to 9. Reverse the word: stone. What is 12 + 30?"
-VOCAB = 512
-
-
-@pytest.fixture
-def backend(engine_backend: Any) -> Any:
-    """In place of the scripted one: `call` reaches a model."""
-    return engine_backend
 
 
 @pytest.fixture
 def app(engine_app: Any) -> Any:
+    """In place of the one over a script: `call` reaches a model."""
     return engine_app
 
 
@@ -60,7 +56,6 @@ def ids(call: Any, **fields: Any) -> list[int]:
 HOT: dict[str, Any] = {"temperature": 2.0, "seed": 11}
 
 
-@pytest.mark.feature("R08")
 @pytest.mark.parametrize(
     ("base", "fields"),
     [
@@ -83,7 +78,6 @@ def test_field_reaches_the_model(call: Any, base: dict[str, Any], fields: dict[s
     assert changed == ids(call, **{**base, **fields})
 
 
-@pytest.mark.feature("R08")
 def test_filters_that_leave_one_token_are_greedy(call: Any) -> None:
     greedy = ids(call, temperature=0)
     assert ids(call, **HOT, top_k=1) == greedy
@@ -91,7 +85,6 @@ def test_filters_that_leave_one_token_are_greedy(call: Any) -> None:
     assert ids(call, **HOT, min_p=1) == greedy
 
 
-@pytest.mark.feature("R08")
 def test_bias_and_allowed_tokens_decide_the_text(call: Any) -> None:
     assert ids(call, temperature=0, logit_bias={"300": 100}) == [300] * 24
     assert set(ids(call, **HOT, allowed_token_ids=[5, 6])) == {5, 6}
@@ -100,7 +93,6 @@ def test_bias_and_allowed_tokens_decide_the_text(call: Any) -> None:
     assert not set(ids(call, temperature=0, logit_bias=banned)) & set(greedy)
 
 
-@pytest.mark.feature("R08")
 def test_penalties_follow_their_formulas_over_http(call: Any, llm: LLM, oracle: Any) -> None:
     """A frequency penalty of 2 against a bias: a token returns until its count outweighs it."""
     bias = {"300": 100, "301": 95}
@@ -118,7 +110,6 @@ def test_penalties_follow_their_formulas_over_http(call: Any, llm: LLM, oracle: 
     assert once == [300] * 4  # 2 does not outweigh 100, however often it came
 
 
-@pytest.mark.feature("R08")
 def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(call: Any, llm: LLM) -> None:
     greedy = ids(call, temperature=0)
     body: dict[str, Any] = {"temperature": 0, "stop_token_ids": greedy[1:]}
@@ -135,7 +126,6 @@ def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(call: Any, ll
     assert greedy[: len(late["token_ids"])] == late["token_ids"]
 
 
-@pytest.mark.feature("R08")
 def test_end_token_ends_unless_ignored_or_too_early(call: Any, llm: LLM) -> None:
     eos = llm.tokenizer.eos_token_ids[0]
     body = {"temperature": 0, "logit_bias": {str(eos): 100}, "ignore_eos": False}
@@ -144,7 +134,6 @@ def test_end_token_ends_unless_ignored_or_too_early(call: Any, llm: LLM) -> None
     assert ids(call, **{**body, "ignore_eos": True}, max_tokens=5) == [eos] * 5
 
 
-@pytest.mark.feature("R08")
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_n_choices_have_seeds_of_their_own(call: Any, path: str) -> None:
     body: dict[str, Any] = {"n": 4, "max_tokens": 20, "ignore_eos": True, **HOT}
@@ -165,7 +154,6 @@ def test_n_choices_have_seeds_of_their_own(call: Any, path: str) -> None:
     assert four["usage"]["completion_tokens"] == sum(map(len, texts))
 
 
-@pytest.mark.feature("R08")
 def test_n_choices_stream_side_by_side(client: Any) -> None:
     arguments: dict[str, Any] = {"model": "tiny", "n": 3, "max_tokens": 12, "seed": 5}
     whole = client.chat.completions.create(messages=[_user("hello")], **arguments)
@@ -191,7 +179,6 @@ def test_n_choices_of_several_prompts_stand_together(call: Any) -> None:
         assert keys == [[str(token)] for token in prompt[1:]]
 
 
-@pytest.mark.feature("R08")
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_prompt_logprobs_are_those_of_transformers(
     call: Any, llm: LLM, oracle: Any, path: str
@@ -229,7 +216,6 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-@pytest.mark.feature("R08")
 def test_logprobs_stay_those_of_the_raw_distribution(call: Any) -> None:
     plain = complete(call, temperature=0, logprobs=3, max_tokens=1)["choices"][0]
     pushed = complete(
@@ -241,7 +227,6 @@ def test_logprobs_stay_those_of_the_raw_distribution(call: Any) -> None:
     assert pushed["logprobs"]["token_logprobs"][0] < -1
 
 
-@pytest.mark.feature("R08")
 def test_max_completion_tokens_limits_the_answer(call: Any) -> None:
     body = {"messages": [_user("hello")], "max_completion_tokens": 3, "ignore_eos": True}
     answer = call("POST", CHAT, json={**body, "max_tokens": 9}).json()

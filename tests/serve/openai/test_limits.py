@@ -16,13 +16,14 @@ import pytest
 from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.clients import UNKNOWN
-from serve.config import AccessConfig
-from serve.openai import endpoint, generation, streaming
+from serve.config import ApiSettings
+from serve.openai import endpoint, generation
 from serve.openai.app import build_app
-from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
 from serve.openai.body import SMALL_BYTES, check_values
 from serve.openai.errors import ApiError
-from serve.openai.generation import COPIES_IN_MEMORY
+from serve.openai.generation import BEGUN_AT_ONCE, COPIES_IN_MEMORY, Serving
+
+pytestmark = pytest.mark.feature("R22")
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -37,7 +38,6 @@ def message_of(answer: httpx.Response, status: int, param: str | None) -> str:
     return message
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -73,7 +73,6 @@ def test_a_body_that_is_cut_within_a_text_is_left_to_the_parser() -> None:
         check_values(b'"' * MIB, 100)
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -98,7 +97,6 @@ def test_a_long_context_may_be_token_ids() -> None:
         check_values(body, 300_000)
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_an_answer_is_bounded_by_what_its_request_asks_for(
@@ -129,7 +127,6 @@ def test_a_limit_that_nobody_asked_for_gives_way_to_the_answers(
     assert 1 <= request.sampling.max_tokens < 16
 
 
-@pytest.mark.feature("R22")
 def test_what_is_said_of_a_prompt_is_bounded_with_all_its_copies(
     call_with: Any, backend: Any
 ) -> None:
@@ -172,19 +169,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 def test_a_body_that_is_refused_is_let_go_of_at_once(
-    connect: Any, backend: Any, tokenizer: Any, admission: Admission, body: bytes, stream: bool
+    connect: Any, app_with: Any, body: bytes, stream: bool
 ) -> None:
     """No cycle of an error and its traceback holds it until the garbage is collected."""
     is_cut = body.startswith(b"cut")
     max_len = 20_000 if body.startswith(b'{"prompt":"hello') else 256
-    settings = ApiSettings(
-        served_model_name="m", max_model_len=max_len, args=DeployArgs(max_body_bytes=4 * MIB)
-    )
-    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
+    app = app_with({"max_model_len": max_len, "max_body_bytes": 4 * MIB})
     if stream:
         body = body.replace(b"{", b'{"stream":true,', 1)
 
@@ -230,107 +223,79 @@ async def steps_of(count: Callable[[], int], last: int) -> list[int]:
     return steps
 
 
-@pytest.mark.feature("R22")
-def test_requests_of_a_burst_begin_a_few_at_a_time(
+async def test_requests_of_a_burst_begin_a_few_at_a_time(
     connect: Any, app: Any, backend: Any, admission: Admission
 ) -> None:
     """What comes in one turn of the loop does not hold up the tokens of others in that turn."""
     backend.hangs = True
-
-    async def main() -> list[int]:
-        tasks = [asyncio.create_task(connect({"prompt": "a"})(app)) for _ in range(40)]
-        steps = await steps_of(lambda: admission.num_live, len(tasks))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return steps
-
-    assert max(asyncio.run(main())) == BEGUN_AT_ONCE
-
-
-@pytest.mark.feature("R22")
-def test_sequences_of_a_request_begin_a_few_at_a_time(connect: Any, app: Any, backend: Any) -> None:
-    backend.hangs = True
-
-    async def main() -> list[int]:
-        task = asyncio.create_task(connect({"prompt": ["a", "b"], "n": 20})(app))
-        steps = await steps_of(lambda: len(backend.requests), 40)
+    tasks = [asyncio.create_task(connect({"prompt": "a"})(app)) for _ in range(40)]
+    steps = await steps_of(lambda: admission.num_live, len(tasks))
+    for task in tasks:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return steps
-
-    assert max(asyncio.run(main())) == BEGUN_AT_ONCE
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert max(steps) == BEGUN_AT_ONCE
 
 
-@pytest.mark.feature("R22")
-def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
-    connect: Any,
-    app: Any,
-    backend: Any,
-    admission: Admission,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_sequences_of_a_request_begin_a_few_at_a_time(
+    connect: Any, app: Any, backend: Any
+) -> None:
+    backend.hangs = True
+    task = asyncio.create_task(connect({"prompt": ["a", "b"], "n": 20})(app))
+    steps = await steps_of(lambda: len(backend.requests), 40)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert max(steps) == BEGUN_AT_ONCE
+
+
+async def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
+    connect: Any, app: Any, backend: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 50_000)
     backend.pieces, backend.hangs = [[5]] * 1000, True
-
-    async def main() -> None:
-        connection = connect({"prompt": "a", "stream": True})
-        connection.reads.clear()
-        async with asyncio.timeout(60):
-            await connection(app)
-        assert backend.num_open == 0 and connection.messages == []
-
-    asyncio.run(main())
-    assert admission.num_live == 0
+    connection = connect({"prompt": "a", "stream": True})
+    connection.reads.clear()
+    async with asyncio.timeout(60):
+        await connection(app)
+    assert (backend.num_open, connection.messages, admission.num_live) == (0, [], 0)
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
-def test_sequences_that_have_ended_make_room_although_their_client_does_not_read(
+async def test_sequences_that_have_ended_make_room_although_their_client_does_not_read(
     connect: Any, app: Any, admission: Admission, stream: bool
 ) -> None:
-    async def main() -> tuple[int, int]:
-        class Stops(connect):  # type: ignore[misc]
-            async def send(self, message: dict[str, Any]) -> None:
-                await super().send(message)
-                if b'"finish_reason":"' in message.get("body", b""):
-                    self.reads.clear()
+    class Stops(connect):  # type: ignore[misc]
+        async def send(self, message: dict[str, Any]) -> None:
+            await super().send(message)
+            if b'"finish_reason":"' in message.get("body", b""):
+                self.reads.clear()
 
-        connection = Stops({"prompt": "a", "stream": stream})
-        if not stream:
-            connection.reads.clear()
-        task = asyncio.create_task(connection(app))
-        async with asyncio.timeout(60):
-            while admission.num_requests == 0 or admission.num_live:
-                await asyncio.sleep(0.001)
-        found = admission.num_requests, admission.num_live
-        connection.reads.set()
-        await task
-        return found
-
-    assert asyncio.run(main()) == (1, 0)
+    connection = Stops({"prompt": "a", "stream": stream})
+    if not stream:
+        connection.reads.clear()
+    task = asyncio.create_task(connection(app))
+    async with asyncio.timeout(60):
+        while admission.num_requests == 0 or admission.num_live:
+            await asyncio.sleep(0.001)
+    found = admission.num_requests, admission.num_live
+    connection.reads.set()
+    await task
+    assert found == (1, 0)
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_reads_nothing_is_cut_off(
+async def test_a_client_that_reads_nothing_is_cut_off(
     connect: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.1)
-
-    async def main() -> None:
-        connection = connect({"prompt": "a", "stream": stream})
-        connection.reads.clear()
-        async with asyncio.timeout(60):
-            await connection(app)
-
-    asyncio.run(main())
+    monkeypatch.setattr(endpoint, "SEND_TIMEOUT_S", 0.1)
+    connection = connect({"prompt": "a", "stream": stream})
+    connection.reads.clear()
+    async with asyncio.timeout(60):
+        await connection(app)
     assert admission.num_live == 0
 
 
-@pytest.mark.feature("R22")
-def test_a_slow_body_gives_its_place_to_who_comes(
-    call_with: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
+async def test_a_slow_body_gives_its_place_to_who_comes(
+    app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every place is held by a body of one byte; a request comes and is served."""
     monkeypatch.setattr("serve.admission.PATIENCE_S", 0.1)
@@ -339,26 +304,26 @@ def test_a_slow_body_gives_its_place_to_who_comes(
         yield b"{"
         await asyncio.sleep(30)
 
-    async def main() -> tuple[list[int], int]:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            places = [admission.enter(UNKNOWN) for _ in range(admission.max_live - 3)]
-            slow = [asyncio.create_task(client.post(TEXT, content=drip())) for _ in range(3)]
-            while admission.num_live < admission.max_live:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            good = await client.post(TEXT, json={"prompt": "a"})
-            await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
-            ended = [task.result().status_code for task in slow if task.done()]
-            for task in slow:
-                task.cancel()
-            await asyncio.wait(slow)
-            for place in places:
-                place.leave()
-            return ended, good.status_code
-
-    assert asyncio.run(main()) == ([408], 200)
+    async with client_of(app) as client:
+        places = [admission.enter(UNKNOWN) for _ in range(admission.max_live - 3)]
+        slow = [asyncio.create_task(client.post(TEXT, content=drip())) for _ in range(3)]
+        while admission.num_live < admission.max_live:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        good = await client.post(TEXT, json={"prompt": "a"})
+        await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task.result().status_code for task in slow if task.done()]
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+        for place in places:
+            place.leave()
+    assert (ended, good.status_code) == ([408], 200)
     assert admission.num_live == 0
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
 
 
 async def all_but_the_last_byte(num_bytes: int) -> Any:
@@ -367,45 +332,40 @@ async def all_but_the_last_byte(num_bytes: int) -> Any:
     await asyncio.Event().wait()
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize(
     ("access", "num_bytes"),
     [({}, 100), ({"api_keys": ("greedy", "other")}, 9 * MIB // 10)],
     ids=["a small body", "a large one of another key"],
 )
-def test_bodies_that_wait_for_their_rest_shut_nobody_out(
+async def test_bodies_that_wait_for_their_rest_shut_nobody_out(
     backend: Any, tokenizer: Any, make_admission: Any, access: dict[str, Any], num_bytes: int
 ) -> None:
     """Eight bodies are complete but for the last byte, and hold all bytes; a request is served."""
     settings = ApiSettings(
-        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB)
+        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB, **access)
     )
     admission = make_admission(max_body_bytes=MIB)
     serving = Serving(settings, backend, lambda: tokenizer, admission)
-    app = build_app(serving, AccessConfig(**access))
+    app = build_app(serving)
     body = b'{"prompt":"a"' + b" " * num_bytes + b"}"
 
-    async def main() -> tuple[int, list[int]]:
-        transport = httpx.ASGITransport(app=app)
-        greedy, other = ({"Authorization": f"Bearer {key}"} for key in ("greedy", "other"))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            posts = [
-                client.post(TEXT, content=all_but_the_last_byte(MIB), headers=greedy)
-                for _ in range(8)
-            ]
-            tasks = [asyncio.create_task(post) for post in posts]
-            while admission.num_bytes < 8 * (MIB - 1):
-                await asyncio.sleep(0.001)
-            good = await client.post(TEXT, content=body, headers=other)
-            ended, others = await asyncio.wait(
-                tasks, return_when=asyncio.FIRST_COMPLETED, timeout=20 * (good.status_code == 200)
-            )
-            for task in others:
-                task.cancel()
-            await asyncio.wait(tasks)
-            return good.status_code, [task.result().status_code for task in ended]
-
-    assert asyncio.run(main()) == (200, [408])
+    greedy, other = ({"Authorization": f"Bearer {key}"} for key in ("greedy", "other"))
+    async with client_of(app) as client:
+        posts = [
+            client.post(TEXT, content=all_but_the_last_byte(MIB), headers=greedy) for _ in range(8)
+        ]
+        tasks = [asyncio.create_task(post) for post in posts]
+        while admission.num_bytes < 8 * (MIB - 1):
+            await asyncio.sleep(0.001)
+        good = await client.post(TEXT, content=body, headers=other)
+        ended, others = await asyncio.wait(
+            tasks, return_when=asyncio.FIRST_COMPLETED, timeout=20 * (good.status_code == 200)
+        )
+        for task in others:
+            task.cancel()
+        await asyncio.wait(tasks)
+    found = (good.status_code, [task.result().status_code for task in ended])
+    assert found == (200, [408])
     assert (admission.num_live, admission.num_bytes) == (0, 0)
 
 

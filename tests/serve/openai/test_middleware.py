@@ -17,11 +17,13 @@ from starlette.applications import Starlette
 
 from cluster.observe.logs import JsonFormatter
 from serve.observe.request_log import RequestLog
-from serve.openai import direct
+from serve.openai import endpoint
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
 from serve.openai.completions import parse_completion
+from serve.openai.generation import Serving
 from serve.openai.middleware import MAX_ID_CHARS, MAX_TRACE_CHARS
+
+pytestmark = pytest.mark.feature("R15")
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -65,7 +67,6 @@ def app(serving: Serving, lines: Lines) -> Starlette:
 Call = Callable[..., Any]
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("method", "path", "fields", "status"),
     [
@@ -89,7 +90,6 @@ def test_every_answer_has_the_id_of_its_request(
     assert len(ids) == 2 and all(len(each) == 32 for each in ids)
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize("bad", ["", "a b", "a" * (MAX_ID_CHARS + 1), "ü", 'x"', "{}"])
 def test_an_id_that_is_none_gets_400_and_is_not_echoed(call: Call, bad: str) -> None:
     answer = call("POST", CHAT, json=BODY, headers={"X-Request-Id": bad.encode()})
@@ -98,7 +98,6 @@ def test_an_id_that_is_none_gets_400_and_is_not_echoed(call: Call, bad: str) -> 
     assert answer.headers["x-request-id"] not in ("", bad)
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_tells_of_a_request_what_an_operator_needs_and_no_prompt(
     call: Call, lines: Lines, stream: bool
@@ -127,7 +126,6 @@ def test_a_line_tells_of_a_request_what_an_operator_needs_and_no_prompt(
     assert found["logger"] == "lockstep.request" and SECRET not in line
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_the_trace_that_a_client_names_is_noted_where_requests_are_traced(
     serving: Serving, send_to: Call, is_traced: bool
@@ -143,7 +141,6 @@ def test_the_trace_that_a_client_names_is_noted_where_requests_are_traced(
     assert (record.n, record.temperature, record.top_p) == (2, 0.5, 0.75)
 
 
-@pytest.mark.feature("R15")
 def test_requests_that_fail_are_logged_too_and_reads_are_not(
     call: Call, lines: Lines, backend: Any
 ) -> None:
@@ -159,16 +156,14 @@ def test_requests_that_fail_are_logged_too_and_reads_are_not(
     assert lines.records.empty()
 
 
-@pytest.mark.feature("R15")
 def test_calls_by_handle_are_logged_and_counted(serving: Serving, lines: Lines) -> None:
     body = {"prompt": SECRET, "max_tokens": 4}
-    answer = asyncio.run(direct.answer(serving, parse_completion, body))
+    answer = asyncio.run(endpoint.answer(serving, parse_completion, body))
     told: dict[str, Any] = lines.next().fields  # type: ignore[attr-defined]
     assert told["path"] == "handle" and told["id"] == answer["id"] and told["status"] == 200
     assert serving.counts.counts()["request_success_total", "stop"] == 1
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize"])
 def test_a_client_that_leaves_while_its_body_is_read_is_no_failure_of_the_server(
     connect: Any, serving: Serving, caplog: pytest.LogCaptureFixture, path: str
@@ -185,7 +180,6 @@ def test_a_client_that_leaves_while_its_body_is_read_is_no_failure_of_the_server
     assert serving.admission.num_live == serving.admission.num_bytes == 0
 
 
-@pytest.mark.feature("R15")
 def test_where_ray_names_answers_they_are_not_named_twice(serving: Serving, send_to: Call) -> None:
     app = RequestIdMiddleware(build_app(serving, sends_id=False))
     for headers in ({}, {"X-Request-Id": "client-7"}):
@@ -205,7 +199,6 @@ def series(call: Call) -> dict[tuple[str, ...], float]:
     }
 
 
-@pytest.mark.feature("R15")
 def test_labels_take_no_values_that_clients_choose(call: Call) -> None:
     for i in range(20):
         call("GET", f"/v1/models/{i}")
@@ -221,7 +214,6 @@ def test_labels_take_no_values_that_clients_choose(call: Call) -> None:
     }
 
 
-@pytest.mark.feature("R15")
 def test_a_client_that_leaves_and_a_failure_are_counted_as_such(call: Call, backend: Any) -> None:
     backend.raises = RuntimeError("no")
     assert call("POST", CHAT, json=BODY).status_code == 500

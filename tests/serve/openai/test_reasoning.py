@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-CHAT = "/v1/chat/completions"
 PARSERS = ("none", "deepseek_r1", "qwen3")
 HI = [{"role": "user", "content": "hi"}]
 OPENED = "<|im_start|>assistant\n<think>\n"
@@ -64,13 +63,7 @@ CASES = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("parser", "end", "text", "reasoning", "content"), CASES)
 def test_reasoning_stands_beside_the_content(
-    thinker: Thinker,
-    parser: str,
-    end: str,
-    text: str,
-    reasoning: str,
-    content: str,
-    stream: bool,
+    thinker: Thinker, parser: str, end: str, text: str, reasoning: str, content: str, stream: bool
 ) -> None:
     kwargs = {"end": end} if end else {}
     message = thinker.ask(parser, text, stream=stream, chat_template_kwargs=kwargs)
@@ -86,10 +79,7 @@ def test_streamed_and_whole_are_equal_however_the_text_is_cut(thinker: Thinker) 
     parts = ["<think>", "</think>", "<thi", "nk>", "</", " ", "\n", "a", "hello", "<", ">"]
 
     @settings(
-        max_examples=60,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(
         text=st.lists(st.sampled_from(parts), max_size=12).map("".join),

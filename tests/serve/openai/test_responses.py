@@ -9,9 +9,12 @@ import openai
 import pytest
 
 from serve.arguments import DeployArgs
+from serve.config import ApiSettings
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.generation import Serving
 from serve.requests.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.feature("R06")
 
 PATH = "/v1/responses"
 TEMPLATE = (
@@ -22,6 +25,7 @@ TEMPLATE = (
     "</tool_call>{% endfor %}{{ m.tool_call_id }}{% endfor %}"
 )
 NOW: dict[str, Any] = {"type": "function", "name": "now", "parameters": {"type": "object"}}
+IMAGE = {"type": "input_image", "text": ""}
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
 
 
@@ -47,7 +51,6 @@ def without_ids(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name not in ("id", "call_id")}
 
 
-@pytest.mark.feature("R06")
 def test_a_text_is_answered_and_streamed_alike(client: openai.OpenAI, backend: Any) -> None:
     writes(backend, "hello world")
     asked: Any = {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 50}
@@ -78,7 +81,6 @@ def test_a_text_is_answered_and_streamed_alike(client: openai.OpenAI, backend: A
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -101,7 +103,6 @@ def test_fields_of_sampling_mean_what_they_mean_in_a_chat(
     assert item["content"][0]["text"] == choice["message"]["content"]
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize("text", [
     f"<think>which clock</think>Let me see.\n{CALL}{CALL} Done.",
     f"{CALL}then{CALL}",
@@ -146,7 +147,6 @@ def test_the_events_make_up_the_items_of_the_whole_answer(
     assert (thought > 0) == ("<think>" in text)
 
 
-@pytest.mark.feature("R06")
 def test_calls_and_results_go_back_in_as_items(client: openai.OpenAI, backend: Any) -> None:
     writes(backend, f"<think>which clock</think>Let me see.{CALL}")
     asked: Any = {"model": "m", "tools": [NOW]}
@@ -170,11 +170,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": 3}, "input", "found int"),
     ({"input": [{"type": "web_search_call"}]}, "input[0].type", "wanted one of message"),
     ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x", "unknown"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "text": ""}]}]},
-        "input[0].content[0].type",
-        "found input_image",
-    ),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_image"),
     ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id", "found none"),
     ({"input": "a" * 200_000}, "input", "characters"),
     ({"input": "a", "background": True}, "background", "wanted false"),

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from cluster.wire.messages import EngineOutput, GenerateRequest
-from serve.arguments import DeployArgs
+from serve.config import ApiSettings
 from serve.event_loop import StreamBatcher
 from serve.openai.app import build_app
-from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
+from serve.openai.generation import BEGUN_AT_ONCE, Serving
 from serve.pools.mailboxes import Mailbox
 from serve.requests.records import SequenceRecord
 
@@ -67,16 +67,6 @@ def test_client_that_stops_reading_a_stream_and_leaves_closes_it(url: str, backe
     assert max(backend.closed_at) - left_at < MAX_CLOSE_S
 
 
-def test_server_goes_on_after_clients_have_left(url: str, backend: Any) -> None:
-    backend.hangs = True
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}{TEXT}", json={"prompt": "a"}, timeout=0.1)
-    until(lambda: backend.num_open == 0)
-    backend.hangs = False
-    answer = httpx.post(f"{url}{TEXT}", json={"prompt": "a"})
-    assert answer.json()["choices"][0]["text"] == "hello world"
-
-
 class Chunk(NamedTuple):
     at_s: float
     """Since the request was sent."""
@@ -88,7 +78,7 @@ class Chunk(NamedTuple):
 def streamed(connect: Any) -> Any:
     """Return the chunks that a server sends, each send taking a while: `streamed(app)`."""
 
-    async def ask(app: Any, send_s: float) -> list[Chunk]:
+    async def ask(app: Any, send_s: float = 0.0) -> list[Chunk]:
         body = {"prompt": "a", "stream": True, "return_token_ids": True}
         connection, began = connect(body, send_s=send_s), time.monotonic()
         await connection(app)
@@ -100,36 +90,28 @@ def streamed(connect: Any) -> Any:
                 chunks.append(Chunk(at - began, choice["text"], choice["token_ids"]))
         return chunks
 
-    return lambda app, send_s=0.0: asyncio.run(ask(app, send_s))
+    return ask
 
 
-def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
+async def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
     streamed: Any, app: Any, backend: Any, tokenizer: Any
 ) -> None:
     text = "the dog ran over the hill"
     backend.pieces = [[t] for t in tokenizer.encode(text)] * 20
     backend.stop_token_id = -1
-    texts = [chunk.text for chunk in streamed(app, send_s=0.02)]
+    texts = [chunk.text for chunk in await streamed(app, send_s=0.02)]
     assert "".join(texts) == text * 20
     assert len(texts) < 20 and max(map(len, texts)) > len(text)
 
 
 @pytest.mark.parametrize(("interval", "num_at_least"), [(1, 6), (4, 3), (50, 2)])
-def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_last(
-    streamed: Any,
-    settings: ApiSettings,
-    backend: Any,
-    admission: Any,
-    tokenizer: Any,
-    interval: int,
-    num_at_least: int,
+async def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_last(
+    streamed: Any, app_with: Any, backend: Any, interval: int, num_at_least: int
 ) -> None:
     backend.pieces = [[token] for token in range(40, 50)]
     backend.pause_s = 0.01
     backend.stop_token_id = -1
-    settings = msgspec.structs.replace(settings, args=DeployArgs(stream_interval=interval))
-    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
-    chunks = streamed(app)
+    chunks = await streamed(app_with({"stream_interval": interval}))
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(40, 50))
     sizes = [len(chunk.token_ids) for chunk in chunks]
     assert sizes[0] == 1 and len(sizes) >= num_at_least
@@ -165,24 +147,24 @@ class Mailed:
             filling.cancel()
 
 
+@pytest.fixture
+def mailed(settings: ApiSettings, backend: Any, tokenizer: Any, admission: Any) -> Serving:
+    """What the app serves, where outputs wait in mailboxes."""
+    before = Mailed(backend, StreamBatcher())
+    return Serving(settings, before, lambda: tokenizer, admission, before.tick)
+
+
 @pytest.mark.parametrize("num_others", [0, 200])
-def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
-    streamed: Any,
-    settings: ApiSettings,
-    backend: Any,
-    admission: Any,
-    tokenizer: Any,
-    num_others: int,
+async def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
+    streamed: Any, mailed: Serving, backend: Any, num_others: int
 ) -> None:
     """Without others each token is a chunk. With them the first chunk and the last wait for none:
     the last is sent long before the tick that all streams of a slow one would wait for."""
     backend.pieces = [[40 + i % 50] for i in range(100)]
     backend.pause_s = 0.005
     backend.stop_token_id = -1
-    mailed = Mailed(backend, StreamBatcher())
-    serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
-    serving.tick.num_streams = num_others
-    chunks = streamed(build_app(serving))
+    mailed.tick.num_streams = num_others
+    chunks = await streamed(build_app(mailed))
     assert [token for chunk in chunks for token in chunk.token_ids] == [
         token for [token] in backend.pieces
     ]
@@ -191,23 +173,16 @@ def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
         assert len(chunks) > 40
     else:
         assert 2 < len(chunks) < 30 and max(len(chunk.token_ids) for chunk in chunks) > 4
-    assert serving.tick.num_streams == num_others
+    assert mailed.tick.num_streams == num_others
 
 
-def test_the_last_chunk_waits_for_no_tick(
-    streamed: Any,
-    settings: ApiSettings,
-    backend: Any,
-    admission: Any,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_the_last_chunk_waits_for_no_tick(
+    streamed: Any, mailed: Serving, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 60.0)
     backend.pause_s = 0.002
-    mailed = Mailed(backend, StreamBatcher())
-    serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
-    serving.tick.num_streams = 100_000
-    chunks = streamed(build_app(serving))
+    mailed.tick.num_streams = 100_000
+    chunks = await streamed(build_app(mailed))
     assert [len(chunks), "".join(chunk.text for chunk in chunks)] == [2, "hello world"]
     assert chunks[-1].at_s < 30
 
@@ -231,27 +206,22 @@ def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
     assert {thread == threading.get_ident() for thread in threads} == {num_words == 5}
 
 
-def test_a_client_that_leaves_while_its_sequences_begin_leaves_none_even_if_cancelled_twice(
+async def test_a_client_that_leaves_while_its_sequences_begin_leaves_none_even_if_cancelled_twice(
     connect: Any, app: Any, backend: Any
 ) -> None:
     """Ray Serve cancels the request of a client that leaves, while its connection tells so too."""
     backend.pieces = []
     backend.hangs = True
     num_prompts = 3 * BEGUN_AT_ONCE
-
-    async def leave() -> list[int]:
-        connection = connect({"prompt": ["a"] * num_prompts, "stream": True})
-        answering = asyncio.create_task(connection(app))
-        while backend.num_open < BEGUN_AT_ONCE:
-            await asyncio.sleep(0)
-        num_begun = backend.num_open
-        answering.cancel()
+    connection = connect({"prompt": ["a"] * num_prompts, "stream": True})
+    answering = asyncio.create_task(connection(app))
+    while backend.num_open < BEGUN_AT_ONCE:
         await asyncio.sleep(0)
-        answering.cancel()
-        connection.leaves.set()
-        await asyncio.wait([answering])
-        await asyncio.sleep(0.05)
-        return [num_begun, backend.num_open]
-
-    num_begun, num_left = asyncio.run(leave())
-    assert num_begun < num_prompts and num_left == 0
+    assert backend.num_open < num_prompts
+    answering.cancel()
+    await asyncio.sleep(0)
+    answering.cancel()
+    connection.leaves.set()
+    await asyncio.wait([answering])
+    await asyncio.sleep(0.05)
+    assert backend.num_open == 0

@@ -32,13 +32,8 @@ OF_OPENAI = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEM
 
 
 @pytest.fixture
-def backend(engine_backend: Any) -> Any:
-    """In place of the scripted one: `call` reaches a model."""
-    return engine_backend
-
-
-@pytest.fixture
 def app(engine_app: Any) -> Any:
+    """In place of the one over a script: `call` reaches a model."""
     return engine_app
 
 
@@ -110,6 +105,7 @@ def of_schema(schema: Any, **fields: Any) -> dict[str, Any]:
 
 
 AT_SCHEMA = "response_format.json_schema.schema"
+NO_SCHEMA = {"json_schema": {"name": "s", "schema": {}}}
 
 
 @pytest.mark.feature("R09")
@@ -124,15 +120,7 @@ AT_SCHEMA = "response_format.json_schema.schema"
         (of_schema({"enum": ["x" * 80_000]}), AT_SCHEMA),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        (
-            {
-                "response_format": {
-                    "type": "json_object",
-                    "json_schema": {"name": "s", "schema": {}},
-                }
-            },
-            "response_format.json_schema",
-        ),
+        ({"response_format": {"type": "json_object", **NO_SCHEMA}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),

@@ -19,12 +19,14 @@ from serve.openai.schema import ChatRequest, CompletionRequest
 from serve.openai.tokenizing import TokenizeRequest
 from serve.requests.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.feature("R06")
+
 Call = Callable[..., Any]
 TEXT = "hello world, the cat"
 MESSAGES = [{"role": "user", "content": TEXT}]
+SCORED = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
 
 
-@pytest.mark.feature("R06")
 def test_a_text_becomes_tokens_and_tokens_a_text(call: Call, tokenizer: Tokenizer) -> None:
     answer = call("POST", "/tokenize", json={"prompt": TEXT, "return_token_strs": True}).json()
     wanted = tokenizer.encode(TEXT)
@@ -37,7 +39,6 @@ def test_a_text_becomes_tokens_and_tokens_a_text(call: Call, tokenizer: Tokenize
     assert call("POST", "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,7 +57,6 @@ def test_a_conversation_becomes_what_a_chat_completion_computes(
     assert again.startswith("<|im_start|>user\nhello"), "special tokens are kept"
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -82,7 +82,6 @@ def test_a_bad_request_names_the_field(
     assert answer.json()["error"]["message"].startswith(message)
 
 
-@pytest.mark.feature("R06")
 def test_nothing_is_tokenized_for_whom_there_is_no_room(
     call: Call, serving: Any, backend: Any
 ) -> None:
@@ -100,7 +99,6 @@ def resolved(document: dict[str, Any], name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
 
 
-@pytest.mark.feature("R06")
 def test_the_document_describes_every_route_and_every_field(app: Starlette, call: Call) -> None:
     document = call("GET", "/openapi.json").json()
     assert document["openapi"] == "3.1.0"
@@ -115,22 +113,11 @@ def test_the_document_describes_every_route_and_every_field(app: Starlette, call
         jsonschema.Draft202012Validator.check_schema(component)
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     ("path", "name", "body"),
     [
         ("/v1/chat/completions", "ChatCompletion", {"messages": MESSAGES}),
-        (
-            "/v1/chat/completions",
-            "ChatCompletion",
-            {
-                "messages": MESSAGES,
-                "logprobs": True,
-                "top_logprobs": 2,
-                "prompt_logprobs": 1,
-                "return_token_ids": True,
-            },
-        ),
+        ("/v1/chat/completions", "ChatCompletion", {"messages": MESSAGES, **SCORED}),
         ("/v1/completions", "Completion", {"prompt": TEXT, "logprobs": 2, "prompt_logprobs": 0}),
         ("/tokenize", "Tokenized", {"prompt": TEXT, "return_token_strs": True}),
         ("/detokenize", "Detokenized", {"tokens": [5, 6]}),
@@ -147,7 +134,6 @@ def test_answers_have_the_schema_that_the_document_gives(
     assert content["application/json"]["schema"]["$ref"].endswith(f"/{name}")
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     ("fields", "is_accepted"),
     [
@@ -180,7 +166,6 @@ def test_the_document_accepts_what_the_server_accepts(
     assert status == (200 if is_accepted else 400)
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-CHAT = "/v1/chat/completions"
-ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.feature("R10")
+
 NUM_DIALOGUES = 100
 """Of each format; the slow run has 300."""
 
@@ -54,11 +53,7 @@ MISTRAL = (
     "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
-SPECIAL = {
-    HERMES: [],
-    LLAMA: ["<|python_tag|>"],
-    MISTRAL: ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
-}
+SPECIAL = {HERMES: [], LLAMA: ["<|python_tag|>"], MISTRAL: ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]}
 """Markers that decoding leaves out."""
 ADDED = ["<tool_call>", "</tool_call>"]
 MARKERS = [*ADDED, *SPECIAL[LLAMA], *SPECIAL[MISTRAL]]
@@ -207,7 +202,6 @@ def _mistral(draw: st.DrawFn, calls: list[Call], space: str) -> str:
     return "".join(f"[TOOL_CALLS]{name}{between}{value}" for name, value in calls)
 
 
-@pytest.mark.feature("R10")
 def test_calls_come_back_as_the_model_meant_them(
     model: Any, format_name: str, fuzz: Callable[[int], settings]
 ) -> None:
@@ -231,7 +225,6 @@ def test_calls_come_back_as_the_model_meant_them(
         num_calls += len(calls)
 
     check()
-    print(f"{format_name}: {num_dialogues} dialogues, {num_calls} calls")
     assert num_calls > num_dialogues / 4
 
 
@@ -249,7 +242,6 @@ def malformed(draw: st.DrawFn, format_name: str) -> tuple[list[str], str]:
     return known, text[: draw(st.integers(0, len(text)))] if draw(st.booleans()) else text
 
 
-@pytest.mark.feature("R10")
 def test_whatever_a_model_writes_is_an_answer_and_the_same_one_in_a_stream(
     model: Any, format_name: str, fuzz: Callable[[int], settings]
 ) -> None:
@@ -279,7 +271,6 @@ def test_whatever_a_model_writes_is_an_answer_and_the_same_one_in_a_stream(
 # --- by hand ------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("R10")
 def test_arguments_stream_while_they_are_generated(model: Any, format_name: str) -> None:
     text = ONE_CALL[format_name].replace("Köln", "a long name of a city " * 4)
     model.writes(text)
@@ -289,7 +280,6 @@ def test_arguments_stream_while_they_are_generated(model: Any, format_name: str)
     assert max(map(len, pieces)) < 16
 
 
-@pytest.mark.feature("R10")
 def test_prompt_has_the_tools_as_transformers_writes_them(model: Any) -> None:
     model.writes("ok")
     function = {"name": "f", "description": "d", "parameters": {"type": "object", "title": "t"}}
@@ -303,7 +293,6 @@ def test_prompt_has_the_tools_as_transformers_writes_them(model: Any) -> None:
         assert model.oracle.decode(answer["prompt_token_ids"]) == wanted
 
 
-@pytest.mark.feature("R10")
 def test_calls_and_results_go_back_in(model: Any, format_name: str) -> None:
     model.writes(ONE_CALL[format_name])
     message = model.choice(tools=WEATHER)["message"]
@@ -332,7 +321,6 @@ def test_arguments_that_are_no_object_go_back_in_as_text(make: MakeModel) -> Non
         assert f'"arguments": {written}}}' in prompt
 
 
-@pytest.mark.feature("R10")
 def test_without_parallel_calls_the_first_one_is_kept(model: Any, format_name: str) -> None:
     one = ONE_CALL[format_name]
     second = one.removeprefix("<|python_tag|>") if format_name == "llama3_json" else one
@@ -343,7 +331,6 @@ def test_without_parallel_calls_the_first_one_is_kept(model: Any, format_name: s
     check_equal(whole, model.choice(stream=True, tools=WEATHER, parallel_tool_calls=False))
 
 
-@pytest.mark.feature("R10")
 def test_with_choice_none_the_model_sees_no_tools(model: Any, format_name: str) -> None:
     model.writes(ONE_CALL[format_name])
     choice = model.choice(tools=WEATHER, tool_choice="none")
@@ -353,7 +340,6 @@ def test_with_choice_none_the_model_sees_no_tools(model: Any, format_name: str) 
     assert none.json()["prompt_token_ids"] == bare
 
 
-@pytest.mark.feature("R10")
 def test_special_markers_are_hidden_from_requests_without_tools(make: MakeModel) -> None:
     model = make(MISTRAL)
     model.writes('[TOOL_CALLS]now[ARGS]{"a": 1}')
@@ -403,30 +389,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("a", b=deep(40))]}, "tools[0].function.parameters", "at most 32 levels"),
     ({"tools": WEATHER, "tool_choice": "any"}, "tool_choice", "found any"),
     (
-        {
-            "tools": WEATHER,
-            "tool_choice": "required",
-            "structured_outputs": {"json_object": True},
-        },
-        "tool_choice",
-        "beside a form of the whole output",
+        {"tools": WEATHER, "tool_choice": "required", "structured_outputs": {"json_object": True}},
+        *("tool_choice", "beside a form of the whole output"),
     ),
     (
         {"tools": WEATHER, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice.function.name",
-        "one of tools",
+        *("tool_choice.function.name", "one of tools"),
     ),
     ({"tool_choice": "auto"}, "tool_choice", "tools with it"),
     (
         called(function={"name": "a", "arguments": json.dumps(deep(40))}),
-        "messages[1].tool_calls[0].function.arguments",
-        "at most 32 levels",
+        *("messages[1].tool_calls[0].function.arguments", "at most 32 levels"),
     ),
-    (
-        {"messages": [{"role": "user", "content": "a", "tool_call_id": "a"}]},
-        "messages[0].tool_call_id",
-        "role tool",
-    ),
+    ({"messages": [{**HI[0], "tool_call_id": "a"}]}, "messages[0].tool_call_id", "role tool"),
 ]
 
 
@@ -446,9 +421,8 @@ def test_arguments_that_explode_are_400_or_text(make: MakeModel, arguments: str)
     assert make(HERMES).post(**body, tools=WEATHER).status_code in (200, 400)
 
 
-@pytest.mark.feature("R10")
 def test_the_official_client_joins_the_streamed_calls(
-    url: str, client: openai.OpenAI, serving: Any, backend: Any, make: MakeModel
+    client: openai.OpenAI, serving: Any, make: MakeModel
 ) -> None:
     """The client's own accumulator, over HTTP."""
     model = make(HERMES)
@@ -470,9 +444,8 @@ def test_the_official_client_joins_the_streamed_calls(
             assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Köln"}')
 
 
-@pytest.mark.feature("R10")
 def test_the_example_runs_what_the_model_calls(
-    url: str, serving: Any, backend: Any, make: MakeModel
+    url: str, serving: Any, backend: Any, make: MakeModel, printed: Any
 ) -> None:
     """`examples/tools.py`, as a process of its own."""
     model = make(HERMES)
@@ -486,7 +459,5 @@ def test_the_example_runs_what_the_model_calls(
         return generate(request, *observers)
 
     backend.generate = in_turns
-    command = [sys.executable, str(ROOT / "examples" / "tools.py"), "--url", f"{url}/v1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == 'add({"a": 12, "b": 30}) -> 42\nIt is 42.\n'
+    lines = printed(sys.executable, "examples/tools.py", "--url", f"{url}/v1")
+    assert lines == 'add({"a": 12, "b": 30}) -> 42\nIt is 42.\n'

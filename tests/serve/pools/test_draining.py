@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import http.client
 import json
 import os
 import signal
@@ -11,19 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
+import httpx
 import psutil
 import pytest
 import ray
 
-from serve.pools import draining
-from serve.pools.draining import drain, drain_at_exit
+from serve import serve_run
+from serve.serve_run import drain, drain_at_exit
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVE = Path(sys.executable).with_name("serve")
@@ -43,17 +41,10 @@ def run(
     def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
         port = new_port()
         log = tmp_path / "log"
+        command = [SERVE, "run", "serve.app:deploy", "pools=mixed", "O=0", f"port={port}"]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [
-                    SERVE,
-                    "run",
-                    "serve.app:deploy",
-                    "pools=mixed",
-                    "O=0",
-                    f"port={port}",
-                    *arguments,
-                ],
+                [*command, *arguments],
                 cwd=ROOT,
                 env=os.environ | {"RAY_ADDRESS": "local"},
                 stdout=out,
@@ -79,15 +70,10 @@ def run(
 
 def get(url: str) -> tuple[int, dict[str, Any]]:
     """Return code and JSON of an answer; code 0 where there is none of the application's."""
-    try:
-        with urlopen(url, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error, suppress(ValueError):
-            return error.code, json.loads(error.read())
-        return 0, {}
-    except (OSError, ValueError):
-        return 0, {}
+    with suppress(httpx.HTTPError, ValueError):
+        answer = httpx.get(url, timeout=60)
+        return answer.status_code, answer.json()
+    return 0, {}
 
 
 class Stream(threading.Thread):
@@ -108,18 +94,18 @@ class Stream(threading.Thread):
         self.is_whole = False
 
     def run(self) -> None:
-        request = Request(
-            self._url + "/v1/completions",
-            json.dumps(self._body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with suppress(OSError, http.client.HTTPException), urlopen(request, timeout=900) as answer:
-            for line in answer:
+        url = self._url + "/v1/completions"
+        with (
+            suppress(httpx.HTTPError),
+            httpx.stream("POST", url, json=self._body, timeout=900) as answer,
+        ):
+            answer.raise_for_status()
+            for line in answer.iter_lines():
                 self.has_begun.set()
-                if line.startswith(b"data: {"):
+                if line.startswith("data: {"):
                     usage = json.loads(line[6:]).get("usage")
                     self.num_tokens = usage["completion_tokens"] if usage else self.num_tokens
-                self.is_whole |= line.strip() == b"data: [DONE]"
+                self.is_whole |= line == "data: [DONE]"
 
 
 def begin(url: str, max_tokens: int, number: int) -> list[Stream]:
@@ -176,8 +162,8 @@ class SilentIngress:
 def test_an_ingress_that_does_not_answer_is_one_line_and_no_trace(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(draining, "_ingresses", lambda: [SilentIngress(error)])
-    monkeypatch.setattr(draining, "has_started_cluster", lambda: True)
+    monkeypatch.setattr(serve_run, "_ingresses", lambda: [SilentIngress(error)])
+    monkeypatch.setattr(serve_run, "has_started_cluster", lambda: True)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     drain(60)
     said = capsys.readouterr().err
@@ -195,15 +181,10 @@ def test_streams_that_run_at_sigterm_end_whole_and_what_comes_is_refused(run: An
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: get(url + "/ready")[1].get("status") == "draining", "draining")
     assert any(stream.is_alive() for stream in streams)
-    request = Request(
-        url + "/v1/completions", b'{"prompt": "2"}', {"Content-Type": "application/json"}
-    )
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urlopen(request, timeout=300)
-    with refused.value as error:
-        assert error.code == 503
-        assert int(error.headers["Retry-After"]) >= 1
-        assert "/ready tells why" in json.loads(error.read())["error"]["message"]
+    refused = httpx.post(url + "/v1/completions", json={"prompt": "2"}, timeout=300)
+    assert refused.status_code == 503
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert "/ready tells why" in refused.json()["error"]["message"]
     for stream in streams:
         stream.join(900)
     assert all(stream.is_whole for stream in streams), log.read_text()

@@ -1,4 +1,7 @@
-"""Suspects of all ingresses are tried one at a time, in the order of asking."""
+"""Suspects of all ingresses are tried one at a time, in the order of asking.
+
+Their lock is one actor, made when it is first asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -143,3 +147,27 @@ def test_nobody_takes_what_another_has_and_nobody_starves(steps: list[tuple[str,
             lock.give_back(name)
             holder = None
     assert min(had[name] for name in "abc") > 0
+
+
+@pytest.mark.ray
+async def test_ingresses_share_a_lock_and_go_on_where_its_actor_dies(ray_cluster: Any) -> None:
+    import ray
+
+    from serve.ingress import ActorLock
+
+    a, b = (ActorLock("quarantined", name) for name in "ab")
+
+    def actor() -> Any:
+        return ray.get_actor("quarantine:quarantined", namespace="lockstep")
+
+    a.give_back()  # of what was never taken
+    with pytest.raises(ValueError):
+        actor()
+    assert await a.take() and not await b.take()
+    a.give_back()
+    assert await b.take() and not await a.take()
+    ray.kill(actor())
+    async with asyncio.timeout(60):
+        while not (await a.take() and not await b.take()):
+            await asyncio.sleep(0.1)
+    ray.kill(actor())

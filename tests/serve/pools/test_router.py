@@ -21,8 +21,8 @@ from cluster.wire.messages import (
 from serve.event_loop import StreamBatcher
 from serve.pools import quarantine as quarantine_module
 from serve.pools import router as router_module
-from serve.pools.errors import PoolUnavailable
 from serve.pools.mailboxes import Mailbox
+from serve.pools.pool_core import PoolUnavailable
 from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
 from serve.requests.records import SequenceRecord

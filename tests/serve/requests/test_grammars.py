@@ -1,13 +1,19 @@
-"""Whose grammar is compiled next, and what is remembered of one that was not compiled."""
+"""Grammars of strangers: what ends its process is refused, what was ended from outside is not.
+
+Whose grammar is compiled next, and what is remembered of one that was not compiled.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +21,9 @@ from hypothesis import strategies as st
 from compile.errors import FieldError
 from serve.admission import Overloaded
 from serve.clients import UNKNOWN, Client
-from serve.requests import grammar_queue
-from serve.requests.grammar_process import MAX_CPU_S, GrammarProcessLost, Tried
+from serve.config import bundled_model
+from serve.requests import grammar_process, grammar_queue
+from serve.requests.grammar_process import MAX_CPU_S, GrammarProcess, GrammarProcessLost, Tried
 from serve.requests.grammar_queue import (
     MAX_GRAMMARS_WAITING,
     MAX_TIMES_LOST,
@@ -26,6 +33,158 @@ from serve.requests.grammar_queue import (
     Turns,
 )
 from serve.requests.structured import StructuredOutputsParams
+
+pytestmark = pytest.mark.feature("R09")
+
+ONE_IS_FINE = StructuredOutputsParams(regex="[a-c]{3}x")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[GrammarProcess]:
+    yield GrammarProcess(Path(bundled_model()))
+
+
+def text_of(process: GrammarProcess, wanted: StructuredOutputsParams) -> str:
+    """Return a grammar as engines take it, or raise why not."""
+    tried = process.compile(wanted, max_cpu_s=15.0)  # what takes 2 s on a busy machine can take 4
+    assert not tried.is_over_time
+    if isinstance(tried.found, FieldError):
+        raise tried.found
+    return tried.found
+
+
+def patterns(count: int) -> dict[str, Any]:
+    """Return a schema of texts that match many patterns at once, each of many states."""
+    each = [{"type": "string", "pattern": f"[ab]*a[ab]{{{n}}}"} for n in range(10, 10 + count)]
+    return {"allOf": each}
+
+
+CHAIN = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"json": patterns(60)}, "structured_outputs.json: .*MiB"),
+        ({"grammar": f'start: r0\n{CHAIN}\nr3000: "a"'}, "structured_outputs.grammar: .*too deep"),
+    ],
+)
+def test_what_would_end_an_ingress_ends_its_process_and_is_refused_by_name(
+    process: GrammarProcess, wanted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=message):
+        text_of(process, StructuredOutputsParams(**wanted))
+    assert text_of(process, ONE_IS_FINE)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"grammar": "start: " + " ".join(["x?"] * 9000) + '\nx: "a"'},
+        {"json": {"type": "object", "properties": {f"k{i}": {} for i in range(2500)}}},
+        {"grammar": 'start: a{1000}\na: b{1000}\nb: "x"'},
+    ],
+)  # fmt: skip
+def test_what_spends_its_budget_in_its_first_steps_is_refused(
+    process: GrammarProcess, wanted: dict[str, Any]
+) -> None:
+    [kind] = wanted
+    with pytest.raises(FieldError, match=f"structured_outputs.{kind}: "):
+        text_of(process, StructuredOutputsParams(**wanted))
+
+
+def test_what_is_large_and_ordinary_is_taken(process: GrammarProcess) -> None:
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(30):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    schemas: list[dict[str, Any]] = [
+        nested,
+        {"enum": [f"value {i}" for i in range(3000)]},
+        {"properties": {f"key_{i}": {"type": ["string", "integer"]} for i in range(200)}},
+        {"anyOf": [{"properties": {"t": {"const": i}}, "required": ["t"]} for i in range(300)]},
+        {"type": "array", "items": {"type": "number"}, "minItems": 10**6},
+        {"type": "string", "minLength": 10**6},
+    ]
+    for schema in schemas:
+        assert text_of(process, StructuredOutputsParams(json=schema))
+    assert text_of(process, StructuredOutputsParams(choice=[f"choice {i}" for i in range(3000)]))
+
+
+def children_of(process: GrammarProcess) -> list[psutil.Process]:
+    return psutil.Process(process.start().pid).children()
+
+
+def begin(process: GrammarProcess, wanted: StructuredOutputsParams) -> Future[Tried]:
+    """Have a costly grammar compiled; return when a child does so."""
+    process.start()
+    future = ThreadPoolExecutor(1).submit(process.compile, wanted)
+    while not children_of(process):
+        assert not future.done()
+    return future
+
+
+COSTLY = StructuredOutputsParams(json=patterns(30))
+
+
+def test_too_much_time_is_of_a_processor_and_ends_no_process(process: GrammarProcess) -> None:
+    pid = process.start().pid
+    for budget_s in (0.1, 0.3):
+        tried = process.compile(COSTLY, budget_s)
+        assert tried.is_over_time and not tried.text and tried.error is None
+        assert tried.cpu_s == pytest.approx(budget_s, abs=0.1)
+    assert process.compile(ONE_IS_FINE, 0.1).text
+    assert process.start().pid == pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGPROF])
+def test_a_child_that_is_ended_from_outside_says_nothing_of_its_grammar(
+    process: GrammarProcess, number: signal.Signals
+) -> None:
+    future = begin(process, COSTLY)
+    children_of(process)[0].send_signal(number)
+    with pytest.raises(GrammarProcessLost, match=number.name):
+        future.result()
+    assert text_of(process, ONE_IS_FINE)
+
+
+def test_a_process_that_is_killed_says_nothing_of_its_grammar(process: GrammarProcess) -> None:
+    future = begin(process, COSTLY)
+    [child] = children_of(process)
+    process.start().kill()
+    with pytest.raises(GrammarProcessLost, match="SIGKILL"):
+        future.result()
+    assert text_of(process, ONE_IS_FINE)
+    child.wait(60)  # its time is limited though nobody waits for it
+
+
+def test_a_process_that_is_not_run_says_nothing_of_its_grammar(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gets no processor is as one that is stopped: all its time is by the clock."""
+    monkeypatch.setattr(grammar_process, "MAX_WAIT_S", 0.5)
+    stopped = process.start()
+    stopped.send_signal(signal.SIGSTOP)
+    with pytest.raises(GrammarProcessLost):
+        process.compile(ONE_IS_FINE)
+    assert stopped.wait(60) == -signal.SIGKILL
+    monkeypatch.undo()
+    assert text_of(process, ONE_IS_FINE)
+
+
+def test_the_process_ends_with_its_caller() -> None:
+    process = GrammarProcess(Path(bundled_model()))
+    running = process.start()
+    del process
+    assert running.wait(60) == 0
+
+
+def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Any) -> None:
+    with pytest.raises(FieldError, match=r"structured_outputs.regex: .*tokenizer.json"):
+        text_of(GrammarProcess(tmp_path), ONE_IS_FINE)
+
+
+# --- turns ---
 
 WANTED, OTHER = StructuredOutputsParams(regex="a"), StructuredOutputsParams(regex="b")
 HONEST = Client("honest")
@@ -82,7 +241,6 @@ def ask_each(compiling: Compiling, clients: Iterable[Client], cost_s: float) -> 
     return [compiling.ask(client, cost_s) for client in clients]
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("is_one_client", [False, True])
 def test_a_new_schema_waits_for_one_costly_grammar_not_for_all(
@@ -230,7 +388,6 @@ def lost(_: float) -> Tried:
     raise GrammarProcessLost("it was killed")
 
 
-@pytest.mark.feature("R09")
 async def test_a_lost_process_is_no_verdict_and_is_tried_again_ever_later() -> None:
     times = [0.0]
     does = [lost]
@@ -254,7 +411,6 @@ async def test_a_lost_process_is_no_verdict_and_is_tried_again_ever_later() -> N
     assert len(process.budgets) == MAX_TIMES_LOST + 7
 
 
-@pytest.mark.feature("R09")
 async def test_what_is_not_done_soon_is_tried_with_all_time_and_then_refused_for_good() -> None:
     queue, process = queue_of(lambda budget_s: Tried(is_over_time=True, cpu_s=budget_s))
     for _ in range(2):
@@ -292,7 +448,6 @@ async def test_what_nobody_waits_for_any_more_is_not_compiled(
     assert len(process.budgets) == 2, "of the first and of the last"
 
 
-@pytest.mark.feature("R09")
 async def test_no_grammar_waits_for_the_second_process_to_start() -> None:
     busy, may_start = Busy(), threading.Event()
     second = ScriptedProcess(lambda _: Tried("by the second"), may_start)

@@ -1,0 +1,123 @@
+"""The benchmarks as commands, against servers that they start: ours and a bare one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "examples" / "bench"
+SERVE = Path(sys.executable).with_name("serve")
+IMPORT_ALL = """
+import importlib, sys, traceback
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        print(name, traceback.format_exc().splitlines()[-1])
+"""
+APPLICATION = """
+http_options: {{host: 127.0.0.1, port: {port}}}
+applications:
+- {{name: default, route_prefix: /, import_path: "serve.app:deploy", args: {{pools: mixed, O: 0}}}}
+"""
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / script), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+
+
+def measured(out: Path, script: str, *arguments: str) -> tuple[Any, str]:
+    """Return what a benchmark wrote and what it printed."""
+    done = run(script, *arguments, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_every_benchmark_can_be_imported() -> None:
+    names = sorted(path.stem for path in BENCH.glob("*.py"))
+    assert "agreement_model" in names
+    command = [sys.executable, "-c", IMPORT_ALL, *names]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_our_server_and_a_bare_one_write_the_same_answers(tmp_path: Path) -> None:
+    loads = ("--cases", "plain", "tools", "schema", "--streams", "2")
+    sizes = ("--tokens", "24", "--requests", "64")
+    pace = ("--step-ms", "20", "--repeats", "1", "--others", "99", "--scrape-s", "0.2")
+    rows, printed = measured(tmp_path / "out.json", "http_layer.py", *loads, *sizes, *pace)
+    assert [row["load"]["case"] for row in rows[::4]] == ["plain", "tools", "schema"]
+    for ours, bare in zip(rows[::2], rows[1::2], strict=True):
+        assert [ours["server"], bare["server"]] == ["Lockstep", "bare Starlette"]
+        [found], [beside] = ours["figures"], bare["figures"]
+        assert found["cpu_s"] > 0 and beside["cpu_s"] > 0
+        assert found["scrapes_ms"] and not beside["scrapes_ms"]
+        if ours["load"]["streams"]:
+            # Two streams of 24 tokens with a sleep of 20 ms before each but the first, and an event
+            # of each at its end; a call's marker is part of no event.
+            assert 0 < found["rate"] <= 2 * 24 / (23 * 0.020)
+            assert 0 < found["chunks"] <= beside["chunks"] + 1 <= 100 * 25 / 24 + 2
+    assert "scrapes: median" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_engine_that_computes_nothing_is_served_beside_a_bare_server(tmp_path: Path) -> None:
+    """Behind HAProxy; behind Ray's own proxy run those of `test_hostile.py`."""
+    loads = ("--streams", "2", "--output", "40", "--repeats", "1", "--step-ms", "20")
+    (ours, bare), printed = measured(tmp_path / "out.json", "serving_path.py", "--haproxy", *loads)
+    assert [ours["server"], bare["server"]] == ["Lockstep", "bare Starlette"]
+    for row in (ours, bare):
+        # Two streams with a token each in a step, which lasts 20 ms or a little longer.
+        assert 10 < row["tokens_per_s"][0] <= 100
+        assert 0 < row["chunks"][0] <= 100
+    assert set(ours["cpu_ms"]) == {"ingress", "proxy", "ranks", "rest"}
+    assert ours["cpu_ms"]["ingress"][0] > 0 and ours["cpu_ms"]["ranks"][0] > 0
+    assert set(bare["cpu_ms"]) == {"ingress"}
+    assert "tokens/s" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_servers_are_asked_in_turn_and_compared(
+    tmp_path: Path, new_port: Callable[[], int]
+) -> None:
+    port, bare_port = new_port(), new_port()
+    (tmp_path / "app.yaml").write_text(APPLICATION.format(port=port))
+    ours = (f"http://127.0.0.1:{port}", shlex.join([str(SERVE), "run", f"{tmp_path}/app.yaml"]))
+    bare_command = (sys.executable, "examples/bench/serving_path.py", "--step-ms", "2")
+    bare = (
+        f"http://127.0.0.1:{bare_port}",
+        shlex.join([*bare_command, "--bare-server", str(bare_port)]),
+    )
+    loads = ("--streams", "1", "3", "--input", "16", "--output", "8", "--repeats", "1")
+    loads += ("--arriving", "24")
+    servers = ("--server", "a", *ours, "--server", "b", *bare)
+    report, printed = measured(tmp_path / "out.json", "streams.py", *servers, *loads)
+    found = [(row["server"], row["streams"]) for row in report["rows"]]
+    assert found == [("a", 1), ("a", 3), ("b", 1), ("b", 3)]
+    for row in report["rows"]:
+        assert len(row["figures"]) + (row["num_disturbed"] == 3) == 1
+        for found in row["figures"]:
+            assert found["tokens_per_s"] > 0 and found["cpu_s"] > 0
+            assert found["ttft_ms"] > 0 and 0 < found["tpot_ms"] <= found["gap_p99_ms"]
+            assert 0 < found["chunks"] <= 100
+            assert found["memory_mib"] > (100 if row["server"] == "a" else 10)
+    assert set(report["ready_s"]) == {"a", "b"}
+    assert "tokens/s" in printed and "b: ready after" in printed
+
+
+def test_a_server_that_ends_is_told() -> None:
+    done = run("streams.py", "--server", "none", "http://127.0.0.1:9", "false")
+    assert done.returncode == 1
+    assert "false: wanted an answer of /v1/completions, found none" in done.stderr
