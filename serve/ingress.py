@@ -18,8 +18,8 @@ from ray import serve as ray_serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from cluster.actors.board_clients import IngressBoard
 from cluster.actors.kept import application_secret
+from cluster.actors.status_board import IngressBoard
 from cluster.observe.logs import configure_logs
 from cluster.observe.metrics import Described
 from cluster.wire.credentials import Credentials

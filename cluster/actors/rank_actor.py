@@ -19,13 +19,11 @@ import ray
 from cluster.actors.artifact_board import RayExchange
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.group.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace, RankStats
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.observe.counts import Counts
-from cluster.observe.load_progress import LoadClock, LoadProgress
+from cluster.observe.load_progress import LoadClock, LoadProgress, keep_what_is_loaded
 from cluster.observe.logs import configure_logs
-from cluster.process import keep_what_is_loaded
-from cluster.rank.status import RankStats
 from cluster.wire.credentials import Credentials
 
 if TYPE_CHECKING:

@@ -10,13 +10,28 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
-from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
 from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
+
+
+def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
+    """Return the indices of `num` bundles from `first` on, those of one node in a row.
+
+    Ray promises no order. Ranks take bundles as they come here, so that a tensor-parallel group
+    lies on as few nodes as the placement allows. Also returned is whether they are known to lie on
+    one.
+    """
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    bundles = range(first, first + num)
+    first_on: dict[str, int] = {}
+    for bundle in bundles:
+        first_on.setdefault(nodes.get(bundle, ""), bundle)
+    in_rows = sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
+    return in_rows, len(first_on) == 1 and "" not in first_on
 
 
 class RayRank:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from cluster.group.context import RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import INGRESS
-from cluster.rank.status import RankStats
 
 OUTDATED = "outdated"
 """The state of a replica of another deployment under the same name."""

@@ -15,8 +15,8 @@ leader books the result:
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `lockstep.py`, `Lockstep`. `overlap.py` is the same step with the next one planned while
-the device runs this one.
+`Executor`; `lockstep.py`, `Lockstep`. `OverlappedEngine` is the same step with the next one planned
+while the device runs this one.
 """
 
 from __future__ import annotations
@@ -143,3 +143,46 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+
+class OverlappedEngine(Engine):
+    """An engine that plans one step ahead; `agreed` is the agreement of the last one launched.
+
+    Invariant: between two calls at most one step is in flight, and none if that agreement has no
+    work.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, executor: Executor
+    ) -> None:
+        super().__init__(scheduler, lockstep, channel, executor)
+        self._in_flight: tuple[StepPlan, Any] | None = None
+        """With what its launch returned."""
+
+    def step(self) -> list[EngineOutput]:
+        """Launch a step, if it can be planned now, and return the outputs of the one before."""
+        if self._in_flight is not None and not self.executor.switch.is_over:
+            return self._retire()
+        plan = self.scheduler.schedule_ahead()
+        if plan is None:
+            return self._retire()
+        agreed = self._agree(plan)
+        if not agreed.has_work:
+            self.lockstep.confirm()
+            return self._retire()
+        if self.channel is not None:
+            self.channel.send(plan, agreed)
+        launched = self.executor.launch(plan, agreed, self.lockstep.confirm)
+        outputs = self._retire()
+        self._in_flight = plan, launched
+        return outputs
+
+    def _retire(self) -> list[EngineOutput]:
+        """Wait for the step in flight, if there is one, and return all outputs since."""
+        if self._in_flight is None:
+            return self.scheduler.take_outputs()
+        (plan, launched), self._in_flight = self._in_flight, None
+        sampled = self.executor.wait(launched)
+        if self.channel is not None:
+            self.channel.note_drawn(sampled.token_ids)
+        return self.scheduler.update(plan, sampled)

@@ -2,16 +2,13 @@
 
 1. Each leader votes what it would do in the step, and sends the vote to all others.
 2. Once it has all votes it computes the agreement, a pure function of them and of what all ranks
-   captured (`agree`): which graph is replayed, `graph_bs`, and the tokens of every rank. It sends
-   the agreement to all others, as its confirm.
+   captured (`agree`), and sends it to all others, as its confirm.
 3. No rank enters a collective of the step before all confirms are there and equal to its own. They
    arrive while inputs are built, so a rank hardly ever waits for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
-`LockstepMachine` has no I/O: it is given what arrived, in the order of each connection, and says
-what to send and which frames are missing. `JoinedLockstep` drives it over `PeerSockets`
-(`cluster/group/peers.py`), or over a simulated channel. A rank never receives a vote from two steps
-ahead, because no rank votes again before it has heard from all.
+`LockstepMachine` has no I/O. A rank never receives a vote from two steps ahead, because no rank
+votes again before it has heard from all.
 """
 
 from __future__ import annotations

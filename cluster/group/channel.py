@@ -1,11 +1,9 @@
-"""The channel that carries step plans from a leader to its tensor-parallel followers.
+"""What a leader says to others: plans to its followers, votes to other data-parallel leaders.
 
-A link to each follower (`links.py`): PUB/SUB would drop in silence what a slow follower has not
-read. Down go plans and KV orders, up go reports of ended handoffs and reads.
-
-Nothing here is acknowledged. A step's collectives keep the ranks together, so a leader is never
-more than a step or two ahead of its followers. A connection that breaks ends the group, because
-what was lost with it is unknown.
+There is a link for every two of them (`links.py`). Down to a follower go plans and KV orders, up go
+reports of ended handoffs and reads. Nothing is acknowledged: a step's collectives keep ranks within
+a step or two of each other. A connection that breaks ends the group, because what was lost with it
+is unknown.
 
 Sockets, and not a ring in shared memory, which would save a step some 12 us of a millisecond or
 more (`examples/bench/step_channel.py`). That does not pay for a second path next to TCP.
@@ -14,13 +12,14 @@ more (`examples/bench/step_channel.py`). That does not pay for a second path nex
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from cluster.engine.divergence import StepDigester
-from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink
+from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink, check_hello
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     EndOfSteps,
@@ -28,12 +27,13 @@ from cluster.wire.group_messages import (
     FollowerReport,
     KVOrder,
     LeaderHello,
+    PeerHello,
     StepFrame,
     StillThere,
     ToFollower,
 )
 from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode_from, encode
-from cluster.wire.polling import Budget, Doorbell
+from cluster.wire.sockets import Budget, Doorbell
 
 log = logging.getLogger("lockstep.channel")
 
@@ -210,3 +210,89 @@ _STILL_THERE = encode(StillThere())
 
 def _name(tp_rank: int) -> str:
     return f"follower tp={tp_rank}"
+
+
+SILENCE_TIMEOUT_S = 60.0
+"""The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
+
+
+class PeerSockets:
+    """One leader's ends. Everything but `addresses` belongs to the step thread.
+
+    Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        host: str | None,
+        credentials: Credentials,
+    ) -> None:
+        """Open an end for each later rank; host None: all stand on this node."""
+        self._context = context
+        self._credentials = credentials
+        self._later = {
+            rank: ListenLink(context, credentials, _leader(rank), host)
+            for rank in range(dp_rank + 1, dp_size)
+        }
+        self._links: dict[int, ListenLink | ConnectLink] = {}
+        self.addresses = tuple(link.address for link in self._later.values())
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What polls readable when a peer has voted."""
+        return [link.socket for link in self._links.values()]
+
+    def open(
+        self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Callable[[str], None]
+    ) -> None:
+        """Go to the earlier ranks, greet all peers and check their answers.
+
+        Args:
+            earlier: where ranks 0, 1, ... before this one wait for it.
+            hello: ours.
+
+        Raises:
+            FrameError: a peer of another deployment, place or set of graphs, or none in time.
+        """
+        going = {
+            rank: ConnectLink(self._context, self._credentials, _leader(rank), address)
+            for rank, address in enumerate(earlier)
+        }
+        for end in going.values():
+            end.greet(hello)
+        self._links = {**going, **self._later}
+        # The waiting side cannot speak before the other one came: that one speaks first, and the
+        # last rank, for which none waits any more, is the first to be answered.
+        for rank in sorted(self._links, reverse=True):
+            waiting(_leader(rank))
+            link = self._links[rank]
+            theirs = replace(hello, dp_rank=rank)
+            found = link.await_hello(hello, PeerHello)
+            check_hello(found, theirs, ("dp_rank", "dp_size", "graphs"), f"{_leader(rank)}: ")
+            link.socket.rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
+
+    def send(self, body: bytes) -> None:
+        """Send a frame to every peer.
+
+        Raises:
+            ConnectionError: a peer is gone.
+        """
+        for link in self._links.values():
+            link.send(body)
+
+    def receive(self, dp_rank: int) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in `SILENCE_TIMEOUT_S`."""
+        return self._links[dp_rank].receive()
+
+    def close(self) -> None:
+        """Close all ends; what was sent still leaves."""
+        for link in {**self._later, **self._links}.values():
+            link.close()
+
+
+def _leader(dp_rank: int) -> str:
+    return f"leader dp={dp_rank}"

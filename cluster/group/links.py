@@ -30,8 +30,14 @@ import zmq
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import FrameError, decode, encode
-from cluster.wire.node import link_node
-from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, split
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    join,
+    link_node,
+    listening_socket,
+    split,
+)
 
 log = logging.getLogger("lockstep.link")
 

@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cluster.group.channel import StepSender
+from cluster.group.channel import PeerSockets, StepSender
 from cluster.group.context import LOOPBACK, RankContext
 from cluster.group.links import LinkAddress
-from cluster.group.peers import PeerSockets
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION

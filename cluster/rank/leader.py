@@ -30,17 +30,15 @@ import zmq
 from cluster.config import EngineConfig, Role
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
-from cluster.engine.engine import Channel, Engine, Lockstep
+from cluster.engine.engine import Channel, Engine, Lockstep, OverlappedEngine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
-from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.group.channel import StepSender
 from cluster.group.context import RankContext
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffHolder, HandoffMetadata, KVReader
+from cluster.kv.handoff import GroupHolder, GroupReader, HandoffHolder, HandoffMetadata, KVReader
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
@@ -65,8 +63,7 @@ from cluster.wire.messages import (
     asker_of,
     decode,
 )
-from cluster.wire.polling import Budget
-from cluster.wire.sockets import CurveHandshake, listening_socket, unpack
+from cluster.wire.sockets import Budget, CurveHandshake, listening_socket, unpack
 
 log = logging.getLogger("lockstep.leader")
 

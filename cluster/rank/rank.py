@@ -17,7 +17,7 @@ import zmq
 
 from cluster.config import Role
 from cluster.engine.watchdog import Heartbeat
-from cluster.group.context import RankContext
+from cluster.group.context import RankContext, RankStats
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
@@ -27,11 +27,8 @@ from cluster.kv.transport.store import SharedMemory
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
 from cluster.rank.runner import ModelRunner
-from cluster.rank.status import RankStats
 from cluster.wire.messages import KVSource, RankProcess
-from cluster.wire.node import node_id
-from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import end_context
+from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
 from model.config import ModelConfig
 from model.parallel import Shard

@@ -21,9 +21,13 @@ message to a socket that many may send to starts with the header (`pack`, `unpac
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import zmq
@@ -174,3 +178,72 @@ def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -
     if not parts:
         raise FrameError("message: wanted a header and a frame, found a header")
     return join(parts, max_bytes)
+
+
+class Doorbell:
+    """Any thread rings, one poller wakes.
+
+    A file descriptor that polls readable from the first ring until it is cleared.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Forget all rings so far; call it before looking at what was rung for."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Budget:
+    """What a receive loop may take before it does something else.
+
+    A number of frames, and a time that starts with the first of them.
+    """
+
+    def __init__(
+        self, max_frames: int, max_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._max_frames = max_frames
+        self._max_s = max_s
+        self._clock = clock
+        self.renew()
+
+    def take(self) -> bool:
+        """Count a frame; return whether the budget allows it. It always allows the first."""
+        self._num_frames += 1
+        if self._num_frames == 1:
+            self._ends_at = self._clock() + self._max_s
+            return True
+        return self._num_frames <= self._max_frames and self._clock() < self._ends_at
+
+    def renew(self) -> None:
+        self._num_frames = 0
+        self._ends_at = 0.0
+
+
+def node_id() -> str:
+    """Return what two processes share exactly when one can open the other's /proc entries.
+
+    The boot id alone is the same in two containers that do not see each other's processes, so
+    the process namespace is part of it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def link_node() -> str:
+    """Return what two processes share exactly when Unix sockets connect them.
+
+    Abstract Unix sockets belong to a network namespace.
+    """
+    return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"

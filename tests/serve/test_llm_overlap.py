@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.engine.overlap import OverlappedEngine
+from cluster.engine.engine import OverlappedEngine
 from cluster.rank.runner import LaunchedStep, ModelRunner
 from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan
 from serve.llm import LLM, RequestOutput, SamplingParams

@@ -31,8 +31,7 @@ from typing import Any
 import zmq
 
 from cluster.wire.credentials import Credentials
-from cluster.wire.polling import Budget
-from cluster.wire.sockets import inner_socket
+from cluster.wire.sockets import Budget, inner_socket
 
 CALL, ANSWER, DOOR = b"lockstep call", b"lockstep answer", b"lockstep door"
 """What is proved, as BLAKE2b's personalisation: a proof of one kind is none of another."""

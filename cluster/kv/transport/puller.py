@@ -22,9 +22,7 @@ from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
-from cluster.wire.node import node_id
-from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import MAX_PART_BYTES, connecting_socket
+from cluster.wire.sockets import MAX_PART_BYTES, Doorbell, connecting_socket, node_id
 
 log = logging.getLogger("lockstep.kv")
 

@@ -27,8 +27,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from cluster.wire.polling import Budget, Doorbell
-from cluster.wire.sockets import end_context, listening_socket
+from cluster.wire.sockets import Budget, Doorbell, end_context, listening_socket
 
 log = logging.getLogger("lockstep.kv")
 

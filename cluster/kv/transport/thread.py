@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from cluster.wire.polling import Doorbell
+from cluster.wire.sockets import Doorbell
 
 
 class KVThreadDied(RuntimeError):

@@ -20,8 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from cluster.group import links
-from cluster.group.channel import StepReceiver, StepSender
-from cluster.group.peers import PeerSockets
+from cluster.group.channel import PeerSockets, StepReceiver, StepSender
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
@@ -29,10 +28,10 @@ from cluster.rank.leader import Inbox
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, KVSource, RankProcess, Watch, encode
-from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
     CurveHandshake,
+    Doorbell,
     connecting_socket,
     listening_socket,
     pack,

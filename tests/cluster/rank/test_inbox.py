@@ -15,9 +15,9 @@ from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import Abort, Watch, encode
-from cluster.wire.polling import Budget
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
+    Budget,
     CurveHandshake,
     connecting_socket,
     end_context,

@@ -11,8 +11,7 @@ import pytest
 
 from cluster.actors.rank_group import RankDied
 from cluster.actors.reports import GroupReport, ReplicaReport
-from cluster.group.context import RankPlace
-from cluster.rank.status import RankStats
+from cluster.group.context import RankPlace, RankStats
 from cluster.wire.messages import EngineOutput, FinishReason
 from serve.pools import pool_core
 from serve.pools.errors import PoolUnavailable
