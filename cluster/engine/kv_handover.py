@@ -65,8 +65,17 @@ class KVHandover:
         first = block_ids.count(SCRATCH)
         handoff_id = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
         self._held[handoff_id] = seq
-        return self._metadata.write(
-            handoff_id, seq.request_id, block_ids, generations, seq.num_computed_tokens
+        metadata = self._metadata
+        return KVHandoff(
+            handoff_id=handoff_id,
+            request_id=seq.request_id,
+            sources=metadata.sources,
+            block_ids=block_ids,
+            generations=generations,
+            num_tokens=seq.num_computed_tokens,
+            block_bytes=metadata.block_bytes,
+            layout=metadata.layout,
+            lease_s=metadata.lease_s,
         )
 
     def drop(self, request_ids: Container[str]) -> None:

@@ -145,7 +145,7 @@ class Scheduler:
             self._refuse(seq, FinishReason.ABORT)
         elif error := self._find_error(seq):
             self._refuse(seq, FinishReason.ERROR, error)
-        elif seq.is_at_limit:
+        elif seq.num_tokens >= seq.max_total_len:
             # Resumed from an engine that died with the last token on its way.
             self._refuse(seq, FinishReason.LENGTH)
         else:
@@ -376,19 +376,16 @@ class Scheduler:
             if seq.status is FINISHED:
                 self._release(seq)
             elif result.ok:
-                self._make_ready(seq)
+                # The last token has no KV yet: it is what the first step here computes.
+                seq.num_computed_tokens = seq.num_tokens - 1
+                self.blocks.commit(seq)
+                seq.handoff = None
+                seq.status = WAITING
+                insort(self._ready, seq, key=_ARRIVAL)
             else:
                 self._release(seq)
                 self._finish(seq, FinishReason.KV_LOST)
                 self._emit(seq, FinishReason.KV_LOST, result.error)
-
-    def _make_ready(self, seq: Sequence) -> None:
-        # The last token has no KV yet: it is what the first step here computes.
-        seq.num_computed_tokens = seq.num_tokens - 1
-        self.blocks.commit(seq)
-        seq.handoff = None
-        seq.status = WAITING
-        insort(self._ready, seq, key=_ARRIVAL)
 
     # --- choosing the batch -----------------------------------------------------------------
 

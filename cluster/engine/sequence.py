@@ -120,11 +120,6 @@ class Sequence:
         return self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
-    def num_output_tokens(self) -> int:
-        """Output tokens, those that another engine delivered included."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether its prompt's log-probabilities are due: they leave with the first output token.
 
@@ -132,10 +127,6 @@ class Sequence:
         """
         wanted = self.request.sampling.num_prompt_logprobs >= 0
         return wanted and len(self.token_ids) == self.num_prompt_tokens
-
-    @property
-    def is_at_limit(self) -> bool:
-        return len(self.token_ids) >= self.max_total_len
 
     def forget_computed(self) -> None:
         """Start over after the blocks were freed: everything is computed again, here."""
@@ -164,7 +155,7 @@ class Sequence:
             self.request_id,
             reason,
             error,
-            position=self.num_output_tokens,
+            position=self.num_tokens - self.num_prompt_tokens,
             num_cached_tokens=max(self.num_cached_tokens, 0),
         )
 

@@ -92,15 +92,17 @@ class StepSender:
         return hellos
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
+        self.tell(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
 
     def note_drawn(self, token_ids: list[int]) -> None:
         """Check followers two steps later for having drawn the same."""
         self._digester.note_drawn(token_ids)
 
-    def tell(self, order: KVOrder) -> None:
-        """Hand an order to every follower, behind the steps that were sent before."""
-        self._put(order)
+    def tell(self, order: StepFrame | KVOrder) -> None:
+        """Hand an order to every follower, behind those that were sent before."""
+        body = encode(order)
+        for link in self.links:
+            link.send(body)
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
         """Return what followers have reported since the last call, with their ranks.
@@ -149,11 +151,6 @@ class StepSender:
             except ConnectionError:
                 log.warning("%s: gone before the end of steps", _name(tp_rank))
             link.close()
-
-    def _put(self, frame: StepFrame | KVOrder) -> None:
-        body = encode(frame)
-        for link in self.links:
-            link.send(body)
 
 
 class StepReceiver:

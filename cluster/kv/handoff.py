@@ -60,27 +60,6 @@ class HandoffMetadata:
     layout: str
     lease_s: float
 
-    def write(
-        self,
-        handoff_id: int,
-        request_id: str,
-        block_ids: list[int],
-        generations: list[int],
-        num_tokens: int,
-    ) -> KVHandoff:
-        """Return the handoff for a sequence of `num_tokens` computed tokens."""
-        return KVHandoff(
-            handoff_id=handoff_id,
-            request_id=request_id,
-            sources=self.sources,
-            block_ids=block_ids,
-            generations=generations,
-            num_tokens=num_tokens,
-            block_bytes=self.block_bytes,
-            layout=self.layout,
-            lease_s=self.lease_s,
-        )
-
     def find_error(self, handoff: KVHandoff, num_tokens: int, num_blocks: int) -> str:
         """Return what makes a handoff for `num_tokens` tokens unusable here, or nothing."""
         places = [source.tp_rank for source in handoff.sources]

@@ -110,7 +110,8 @@ def as_final(error: BaseException) -> CannotCompile | None:
         if isinstance(each, OSError | MemoryError | CppCompileError):
             return None
         # Inductor's errors are Dynamo's as well.
-        is_final |= isinstance(each, (*_FINAL_ERRORS, TorchDynamoException))
+        ours = (GraphBreakError, PieceInvariantError, TraceError)
+        is_final |= isinstance(each, (*ours, TorchDynamoException))
         is_final |= isinstance(each, FieldError) and each.field.startswith("compilation.")
         inner = (getattr(each, "inner_exception", None), each.__cause__, each.__context__)
         chain += [found for found in inner if found is not None and found not in chain]
@@ -123,14 +124,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, FieldError):
         return str(error)
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-_FINAL_ERRORS = (
-    GraphBreakError,
-    PieceInvariantError,
-    TraceError,
-)
-"""Of what is compiled and how, beside torch's own."""
 
 
 def missing_for_triton() -> str:

@@ -159,17 +159,17 @@ class Leader(Rank):
             if self._channel is not None and not self._is_stopping:
                 self._channel.check()
         if lost:
-            self.engine.abort(lost)
+            self.engine.scheduler.abort(lost)
 
     def stop(self) -> None:
         self._is_stopping = True
         self._doorbell.ring()
 
     def _scheduler_stats(self) -> SchedulerStats:
-        return self.engine.stats()
+        return self.engine.scheduler.stats()
 
     def counts(self) -> Counts:
-        scheduled = self.engine.stats()
+        scheduled = self.engine.scheduler.stats()
         return {
             ("num_preemptions_total",): scheduled.num_preemptions,
             ("prefix_cache_queries_total",): scheduled.prefix_queries,
@@ -185,12 +185,12 @@ class Leader(Rank):
                 case Submit():
                     request = message.request
                     if self._expect(request.request_id, request.reply_to):
-                        self.engine.submit(message)
+                        self.engine.scheduler.add(message)
                 case BadSubmit():
                     if self._expect(message.request_id, message.reply_to):
                         self.engine.scheduler.refuse(message.request_id, message.error)
                 case Abort():
-                    self.engine.abort(message.request_ids)
+                    self.engine.scheduler.abort(message.request_ids)
                 case Watch():
                     self._output_sender.watch(message.address)
 

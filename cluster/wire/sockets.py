@@ -111,19 +111,12 @@ def _bounded(context: zmq.Context[S], kind: int, max_waiting: int, max_part_byte
     socket.sndhwm = socket.rcvhwm = max_waiting
     socket.maxmsgsize = max_part_bytes + ENVELOPE_BYTES
     socket.handshake_ivl = int(HANDSHAKE_S * 1000)
-    _keep_alive(socket)
-    return socket
-
-
-def _keep_alive(socket: zmq.Socket[Any]) -> None:
-    """Let a TCP socket notice connections that are gone.
-
-    Firewalls forget idle connections, and a node that is gone says nothing. Everything sent would
-    be lost for the quarter of an hour until the kernel gives up.
-    """
+    # Firewalls forget idle connections, and a node that is gone says nothing: what is sent would be
+    # lost for the quarter of an hour until the kernel gives up.
     socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_TIMES
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_S
     socket.tcp_maxrt = KEEPALIVE_S * KEEPALIVE_TIMES * 1000  # of bytes that are not acknowledged
+    return socket
 
 
 def end_context(
