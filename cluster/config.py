@@ -1,8 +1,7 @@
 """`EngineConfig`: everything an engine is told, frozen and resolved once.
 
 Bounds of single fields are those of the arguments that they come from; what fields say together is
-checked here. Nothing is filled in later. What depends on the machine (device, dtype, blocks,
-threads) is resolved by functions that return a new configuration.
+checked here.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV pool of one rank."""
-
     block_size: int = 16
     """Tokens per block."""
     num_kv_blocks: int | None = None
@@ -141,12 +138,10 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Columns of a block table."""
         return -(-self.max_model_len // self.cache.block_size)
 
 
 def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
-    """Return one bundle per rank of a group of this configuration."""
     bundle: dict[str, float] = {"CPU": num_cpus}
     if config.device == "cuda":
         bundle["GPU"] = 1

@@ -19,11 +19,11 @@ from cluster.wire.credentials import Credentials
 
 
 def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
-    """Return the indices of `num` bundles from `first` on, those of one node in a row.
+    """Return the indices of `num` bundles from `first` on, and whether they are known to lie on one
+    node.
 
-    Ray promises no order. Ranks take bundles as they come here, so that a tensor-parallel group
-    lies on as few nodes as the placement allows. Also returned is whether they are known to lie on
-    one.
+    Ray promises no order: those of one node come in a row, so that a tensor-parallel group lies on
+    few.
     """
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     bundles = range(first, first + num)
@@ -69,7 +69,6 @@ class RayRank:
 
 
 async def end_of(ref: Any) -> CallEnd:
-    """Return how a call to an actor ended."""
     try:
         return CallEnd(await ref)
     except ray.exceptions.RayError as error:
@@ -89,11 +88,8 @@ def create_group(
     credentials: Credentials,
     epoch: int = 0,
 ) -> RankGroup:
-    """Create the actors of a group, which wait to be told to load.
-
-    Args:
-        first_bundle: the bundle of rank 0; those before it belong to the owner.
-    """
+    """Create the actors of a group, which wait to be told to load; rank 0's bundle is
+    `first_bundle`."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
     bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))

@@ -1,12 +1,9 @@
 """`StatusBoard`: the small named actor where pools and ingresses tell how they are.
 
 The first ingress to come owns it, and all answer `/ready` from it; pool replicas push to it up to
-four times a second from their first line on, so that loading shows progress before anything can be
-asked. If its owner dies, the next ingress to ask makes another one.
-
-It also adds up what ranks and ingresses have counted (`cluster/observe/counts.py`), because it
-alone hears of all of them. Whatever it has told is kept before (`kept.py`), so totals go on where
-they were if it is made anew.
+four times a second from their first line on. If its owner dies, the next ingress to ask makes
+another one. It also adds up what ranks and ingresses have counted. Whatever it has told is kept
+before (`kept.py`), so totals go on where they were if it is made anew.
 """
 
 from __future__ import annotations
@@ -57,9 +54,8 @@ DEBUG_S = 3.0
 class RayMetrics:
     """One application's metrics once more, for those who scrape Ray's own endpoints.
 
-    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there, with whatever
-    Ray puts before it. All are set as gauges, because a Ray counter starts at zero with its process
-    and a total does not; `rate` and `histogram_quantile` take them like those of `/metrics`.
+    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there. All are set
+    as gauges, because a Ray counter starts at zero with its process and a total does not.
     """
 
     def __init__(self, described: Described) -> None:
@@ -100,12 +96,8 @@ class StatusBoard:
         kept: KeptTotals | None = None,
         ray_metrics: RayMetrics | None = None,
     ) -> None:
-        """Start without reports.
-
-        Args:
-            kept: where totals go on from, and are saved; None: from zero, nowhere.
-            ray_metrics: gets all figures from time to time.
-        """
+        """`kept` is where totals go on from, and are saved; `ray_metrics` gets all figures at
+        times."""
         self._kept = kept
         self._ray_metrics = ray_metrics
         self._exported_at = time.monotonic()
@@ -141,19 +133,15 @@ class StatusBoard:
         self._places.get(pool, {}).pop(replica_id, None)
 
     def register(self, pool: str, replica_id: str, actors: list[Any]) -> None:
-        """Remember a replica's rank actors: those of its newest epoch."""
         self._actors.setdefault(pool, {})[replica_id] = actors
 
     def count(self, ingress_id: str, counts: Counts) -> None:
-        """Add what an ingress has counted since it said so last."""
         self._add(f"ingress/{ingress_id}", INGRESS, counts)
 
     def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Take an ingress's report, and return the body of `/ready` as its deployment sees it.
-
-        In `figures` it also has those of the status page, while somebody looks at one: with
-        several ingresses each look may reach another.
-        """
+        """Take an ingress's report, and return the body of `/ready` as its deployment sees it, with
+        the figures of the status page while somebody looks at one: each look may reach another
+        ingress."""
         now = time.monotonic()
         self._ingresses[report.ingress_id] = (now, report)
         if report.counts is not None:
@@ -164,7 +152,6 @@ class StatusBoard:
         return {**body, "figures": self.figures() if is_watched else None}
 
     def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
-        """Take an ingress's counts, and return the totals and gauges of all."""
         self.count(ingress_id, counts)
         self._forget_lost(time.monotonic())
         self._save()
@@ -198,16 +185,13 @@ class StatusBoard:
         return self._actors
 
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
-        """Return the body of `/ready` as the deployment with this hash sees it."""
         self._forget_lost(time.monotonic())
         reports = {pool: [r for _, r in by_id.values()] for pool, by_id in self._reports.items()}
         return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted, as the status page shows it.
-
-        Unlike those of `metrics`, these totals may fall when the board is made anew.
-        """
+        """Return what was counted, as the status page shows it; it may fall when the board is made
+        anew."""
         engines = {
             _engine(pool, place, dp_rank): (pool, replica_id, dp_rank)
             for pool, places in self._places.items()
@@ -236,7 +220,6 @@ class StatusBoard:
 
 
 def board_name(app_name: str) -> str:
-    """Return the name under which an application's board is found."""
     return f"status:{app_name}"
 
 
@@ -245,10 +228,8 @@ def _engine(pool: str, place: int, dp_rank: int) -> str:
 
 
 class IngressBoard:
-    """An ingress's way to the board, which it makes where there is none.
-
-    What it is asked raises BoardSilent where nobody answers.
-    """
+    """An ingress's way to the board, which it makes where there is none; BoardSilent if nobody
+    answers."""
 
     def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
         self._app_name = app_name
@@ -270,8 +251,6 @@ class IngressBoard:
         return time.monotonic() - self._lost_at < LOST_AFTER_S
 
     async def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Report, and return what the board knows of all."""
-
         def call() -> Any:
             is_known = report.counts == self._told
             return self._board.poll.remote(replace(report, counts=None) if is_known else report)
@@ -281,7 +260,6 @@ class IngressBoard:
         return body
 
     async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
-        """Tell what was counted, and return what all have."""
         snapshot: MetricsSnapshot = await self._answer(
             lambda: self._board.metrics.remote(ingress_id, counts)
         )
@@ -296,10 +274,8 @@ class IngressBoard:
         return {k: v for k, v in found.items() if k in ("CPU", "GPU")}
 
     async def debug_ranks(self) -> dict[str, Any]:
-        """Return the body of `/debug/ranks`: what every rank says of itself.
-
-        One that does not answer in `DEBUG_S` has an `error` instead.
-        """
+        """Return the body of `/debug/ranks`; a rank that does not answer in `DEBUG_S` has an
+        `error` instead."""
         pools = {}
         for pool, replicas in (await self._answer(lambda: self._board.actors.remote())).items():
             asked = [(name, await _debug_of(actors)) for name, actors in replicas.items()]
@@ -356,8 +332,6 @@ class ReplicaBoard:
 
 
 async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:
-    """Ask all ranks of a replica at once."""
-
     async def ask(actor: Any) -> dict[str, Any]:
         try:
             call = actor.debug.options(concurrency_group="ctl").remote()

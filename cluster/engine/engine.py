@@ -32,10 +32,7 @@ from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, St
 
 
 class Lockstep(Protocol):
-    """Agreement among the data-parallel leaders of a group."""
-
-    def agree(self, vote: Vote) -> StepAgreement:
-        """Return the agreement on this step: the same value on every rank."""
+    def agree(self, vote: Vote) -> StepAgreement: ...
 
     def confirm(self) -> None:
         """Wait until every rank is known to have agreed on the same; raise if one has not."""
@@ -44,8 +41,7 @@ class Lockstep(Protocol):
 class Channel(Protocol):
     """The leader's side of the channel to its tensor-parallel followers."""
 
-    def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Hand one step's plan to every follower."""
+    def send(self, plan: StepPlan, agreed: StepAgreement) -> None: ...
 
     def note_drawn(self, token_ids: list[int]) -> None:
         """Note what a step drew where followers draw along: they are checked two steps later."""
@@ -57,34 +53,31 @@ class Executor(Protocol):
     switch: CompileSwitch
     step_stats: StepStats
 
-    def load_slice(self) -> None:
-        """Load a part of what was compiled, if there is any. Call it between steps."""
+    def load_slice(self) -> None: ...
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
-    ) -> SampledTokens:
-        """Launch a step, wait for it, and return what it sampled."""
+    ) -> SampledTokens: ...
 
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> Any:
-        """Enter the agreement's stage and run the batch, or a dummy one; return what to wait for.
+        """Enter the agreement's stage and run the batch, or a dummy one; return what to `wait` for.
 
-        On a device that runs by itself the step may still be under way. `confirm` is called before
-        the first collective: when the inputs are ready, or ahead of a stage that is entered.
+        `confirm` is called before the first collective: when the inputs are ready, or ahead of a
+        stage that is entered. On a device that runs by itself the step may still be under way at
+        the return.
         """
 
-    def wait(self, launched: Any) -> SampledTokens:
-        """Wait until a launched step has ended, and return what it sampled."""
+    def wait(self, launched: Any) -> SampledTokens: ...
 
 
 class Engine:
     """One data-parallel rank's scheduler with its own executor and the way to its followers'.
 
-    `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
-    sleep until a peer votes for the next step, or until a new request, a finished KV read or an
-    expired lease wakes it. `is_draining`: this rank was asked to end; the group ends once all ranks
-    were. `channel` is None if no follower belongs to the rank.
+    `agreed` is the agreement of the last step; without work, the loop may sleep until a peer votes
+    for the next one. `is_draining`: this rank was asked to end; the group ends once all ranks were.
+    `channel` is None if no follower belongs to the rank.
     """
 
     def __init__(
@@ -98,8 +91,7 @@ class Engine:
         self.is_draining = False
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return its outputs, including those of requests that ended without
-        running."""
+        """Run one step; return its outputs, also those of requests that ended without running."""
         plan = self.scheduler.schedule()
         agreed = self._agree(plan)
         if not agreed.has_work:
@@ -121,7 +113,6 @@ class Engine:
         return self.agreed
 
     def submit(self, submit: Submit) -> None:
-        """Queue a request; a bad one ends with an error output of the next step."""
         self.scheduler.add(submit)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -129,7 +120,6 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last step found nothing to run."""
         return self.agreed is not None and not self.agreed.has_work
 
     @property
@@ -146,7 +136,19 @@ class Engine:
 
 
 class OverlappedEngine(Engine):
-    """An engine that plans one step ahead; `agreed` is the agreement of the last one launched.
+    """The host plans step N+1 while the device runs step N; `agreed` is of the last one launched.
+
+    1. `scheduler.schedule_ahead()` plans the next step. A sequence whose last token is being drawn
+       is planned with `PENDING` in its place: the ranks have it on the device.
+    2. Leaders agree and followers get the plan, as in the plain step.
+    3. `executor.launch` puts the step behind the one in flight.
+    4. The step in flight is retired: wait for its tokens, tell the channel, book them.
+
+    A stop token is seen one step late, so a sequence that ends by one has been computed once more:
+    that row's token is dropped. What needs the tokens first is not planned ahead, but as the plain
+    step does: a running sequence that lacks a block, steps that nobody can run before the tokens
+    are known, and stages of going over to compiled steps. `Engine` is the oracle: both generate the
+    same tokens.
 
     Invariant: between two calls at most one step is in flight, and none if that agreement has no
     work.
@@ -160,7 +162,6 @@ class OverlappedEngine(Engine):
         """With what its launch returned."""
 
     def step(self) -> list[EngineOutput]:
-        """Launch a step, if it can be planned now, and return the outputs of the one before."""
         if self._in_flight is not None and not self.executor.switch.is_over:
             return self._retire()
         plan = self.scheduler.schedule_ahead()
@@ -178,7 +179,6 @@ class OverlappedEngine(Engine):
         return outputs
 
     def _retire(self) -> list[EngineOutput]:
-        """Wait for the step in flight, if there is one, and return all outputs since."""
         if self._in_flight is None:
             return self.scheduler.take_outputs()
         (plan, launched), self._in_flight = self._in_flight, None

@@ -23,7 +23,8 @@ from cluster.wire.messages import KVHandoff
 class KVHandover:
     """Who holds and reads for one engine, and the sequences that they have.
 
-    Invariant: without `holder` none is held, and without `reader` none is read. Of held sequences
+    `metadata` is what handoffs say that are written and read here; None on an engine that keeps its
+    sequences. Without `holder` none is held, and without `reader` none is read. Of held sequences
     two may have one request id.
     """
 
@@ -35,11 +36,6 @@ class KVHandover:
         holder: HandoffHolder | None = None,
         reader: KVReader | None = None,
     ) -> None:
-        """Start with none.
-
-        `metadata` is what handoffs say that are written and read here; None on an engine that keeps
-        its sequences.
-        """
         self._blocks = blocks
         self._metadata = metadata
         self._holder = holder
@@ -56,7 +52,6 @@ class KVHandover:
         return self._holder.num_held if self._holder else 0
 
     def hold(self, seq: Sequence) -> KVHandoff:
-        """Hold a computed sequence's blocks and return the handoff."""
         assert self._holder is not None and self._metadata is not None, "a prefill engine's"
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
@@ -94,7 +89,6 @@ class KVHandover:
 
     @property
     def num_reading(self) -> int:
-        """Reads that were started and may still write."""
         return len(self._reading)
 
     def is_reading(self, seq: Sequence) -> bool:
@@ -131,7 +125,6 @@ class KVHandover:
             self.cancel(seq)
 
     def start_read(self, seq: Sequence, handoff: KVHandoff, start: int) -> None:
-        """Read what belongs into the blocks of a sequence's table from the `start`-th on."""
         assert self._reader is not None, "a handoff was accepted"
         self._reading[seq.request_id] = seq
         source_indices = list(range(start, len(seq.block_table)))

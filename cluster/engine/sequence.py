@@ -28,8 +28,6 @@ from cluster.wire.messages import (
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands on this engine."""
-
     WAITING = "waiting"
     """Wants a row, and before that its grammar compiled if it has one. Holds no blocks, unless its
     KV was read from a prefill rank."""
@@ -121,15 +119,12 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt's log-probabilities are due: they leave with the first output token.
-
-        So a sequence that has output, here or from another engine, has had them.
-        """
+        """Whether its prompt's log-probabilities are due: not once it has output, here or
+        elsewhere."""
         wanted = self.request.sampling.num_prompt_logprobs >= 0
         return wanted and len(self.token_ids) == self.num_prompt_tokens
 
     def forget_computed(self) -> None:
-        """Start over after the blocks were freed: everything is computed again, here."""
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.prompt_logprobs = []
@@ -138,10 +133,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
     def masked_row(self, index: int) -> MaskedRow:
-        """Return what fills the mask of its next token, the `index`-th that the step samples.
-
-        Its grammar is compiled. The matcher counts the tokens in what is returned as given.
-        """
+        """Return what fills the mask of its next token, the `index`-th that the step samples. The
+        matcher counts the tokens in it as given."""
         grammar = self.request.sampling.grammar
         assert grammar is not None and self.grammar is not None
         if self.matcher is None:

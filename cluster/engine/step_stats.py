@@ -1,11 +1,8 @@
 """`StepStats`: what a rank notes of its steps, for its watchdog, its metrics and its errors.
 
-Nothing here locks, and writing costs the step less than a microsecond a note. What is read by other
-threads is made of plain numbers where they read it.
-
-What a step should take is learned by its size: a decode step of one token costs far more than a
-two-thousandth of a prefill of two thousand. A size that has not run yet takes what smaller ones
-take per token.
+Nothing here locks, and writing costs the step less than a microsecond a note; other threads read
+plain numbers. What a step should take is learned by its size: a decode step of one token costs far
+more than a two-thousandth of a prefill of two thousand.
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ _KINDS = {StepKind.NOTHING: "dummy", StepKind.DECODE: "decode", StepKind.MIXED: 
 
 
 class StepStats:
-    """What one rank's step thread notes of its steps, in the order of a step.
-
-    Invariant: one thread writes, any may read.
-    """
+    """What a rank's step thread notes of its steps. Invariant: one thread writes, any may read."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -104,11 +98,8 @@ class StepStats:
         self._enter(step, Phase.RUNNING)
 
     def end_step(self, step: int, *, is_seen: bool = True) -> None:
-        """The step has ended, and is booked; others that were begun later may be under way.
-
-        Args:
-            is_seen: just now; else nobody looked before, perhaps for hours of sleep.
-        """
+        """The step has ended, and is booked; unless `is_seen`, nobody looked before, perhaps for
+        hours of sleep."""
         num_tokens, began = self._in_flight.pop(step)
         now = self._clock()
         # The step before it may have been under way when it began.
@@ -120,7 +111,6 @@ class StepStats:
         self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Note how long a step of this many tokens took."""
         if not num_tokens:
             return
         size, token_s = num_tokens.bit_length(), seconds / num_tokens

@@ -79,10 +79,7 @@ class Watchdog:
         silent_s: float = SILENT_AFTER_S,
         leaders: Sequence[int] | None = None,
     ) -> None:
-        """Watch the ranks with these names from `now` on, or from their first answer if earlier.
-
-        `leaders`: for each rank, the one whose plans it waits for; None: all are leaders.
-        """
+        """Watch the ranks with these names from `now` on; `leaders`: whose plans each waits for."""
         self._leaders = range(len(names)) if leaders is None else leaders
         self._silent_s = silent_s
         self._names = list(names)
@@ -95,14 +92,12 @@ class Watchdog:
         self._answered_at[rank] = now
 
     def on_answer(self, rank: int, silent_from: float) -> None:
-        """Take an answer of a rank that cannot say yet what it does, as while it imports torch.
-
-        Its silence counts from `silent_from` on.
-        """
+        """Take an answer of a rank that cannot say yet what it does; its silence counts from then
+        on."""
         self._answered_at[rank] = max(self._answered_at[rank], silent_from)
 
     def on_tick(self, now: float) -> str | None:
-        """Return which rank holds the group up and why, in a line; None while none does."""
+        """Return which rank holds the group up and why, in a line."""
         silent_s = [now - at for at in self._answered_at]
         longest = max(range(len(silent_s)), key=silent_s.__getitem__)
         if silent_s[longest] > self._silent_s:
@@ -113,8 +108,8 @@ class Watchdog:
     def _stuck(self, now: float) -> str | None:
         """Name the rank that is furthest behind, once it has been there for too long.
 
-        One that waits, or sleeps, may have done so for hours, so what counts for it is how long
-        another rank has been in its phase.
+        One that waits, or sleeps, may have done so for hours: what counts then is how long another
+        rank has been in its phase.
         """
         beats = [beat for beat in self._beats if beat is not None]
         if len(beats) < len(self._names):

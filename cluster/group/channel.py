@@ -73,15 +73,10 @@ class StepSender:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What polls readable when a follower has reported."""
         return [link.socket for link in self.links]
 
     def accept(self, hello: LeaderHello, waiting: Waiting) -> list[FollowerHello]:
-        """Greet every follower with `hello`; return theirs by rank.
-
-        Raises:
-            FrameError: a follower of another deployment, or none in time.
-        """
+        """Greet every follower with `hello`; return theirs by rank."""
         hellos = []
         for tp_rank, link in enumerate(self.links, start=1):
             waiting(_name(tp_rank))
@@ -99,19 +94,13 @@ class StepSender:
         self._digester.note_drawn(token_ids)
 
     def tell(self, order: StepFrame | KVOrder) -> None:
-        """Hand an order to every follower, behind those that were sent before."""
         body = encode(order)
         for link in self.links:
             link.send(body)
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
-        """Return what followers have reported since the last call, with their ranks.
-
-        No more than there is time for between two steps; the rest comes with the next call.
-
-        Raises:
-            FrameError: what a follower sent is no report; names it.
-        """
+        """Return what followers have reported, with their ranks: no more than there is time for
+        between two steps. What is no report is a `FrameError` that names its sender."""
         reports: list[tuple[int, FollowerReport]] = []
         budget = Budget(MAX_REPORTS, MAX_REPORTS_S)
         speaking = list(enumerate(self.links, start=1))
@@ -127,13 +116,10 @@ class StepSender:
         return reports
 
     def check(self) -> None:
-        """Look whether a connection has broken; call it now and then.
+        """Look whether a connection has broken; a `ConnectionError` names the follower.
 
         ZeroMQ makes a new one and does not tell what was lost with the old. A leader would wait for
         ever for a lost report, because no step, and so no collective, depends on it.
-
-        Raises:
-            ConnectionError: names the follower.
         """
         for tp_rank, link in enumerate(self.links, start=1):
             try:
@@ -154,8 +140,6 @@ class StepSender:
 
 
 class StepReceiver:
-    """A follower's side. Everything belongs to the step thread."""
-
     def __init__(
         self,
         context: Context,
@@ -171,20 +155,12 @@ class StepReceiver:
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
 
     def open(self, hello: FollowerHello) -> None:
-        """Greet the leader and check its answer.
-
-        Raises:
-            FrameError: a leader of another deployment, or none in time.
-        """
+        """Greet the leader and check its answer."""
         self._link.greet(hello)
         self._link.await_hello(hello, LeaderHello)
 
     def receive(self) -> Any:
-        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring.
-
-        Raises:
-            FrameError: what the leader sent is no frame of this channel.
-        """
+        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
         while True:
             self._poller.poll()
             body = self._link.receive(zmq.NOBLOCK)
@@ -214,7 +190,9 @@ SILENCE_TIMEOUT_S = 60.0
 
 
 class PeerSockets:
-    """One leader's ends. Everything but `addresses` belongs to the step thread.
+    """One leader's ends towards other leaders. A vote goes to all of them directly, which is one
+    hop; a rank that collected votes would make it two. Everything but `addresses` belongs to the
+    step thread.
 
     Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one.
     """
@@ -240,21 +218,13 @@ class PeerSockets:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What polls readable when a peer has voted."""
         return [link.socket for link in self._links.values()]
 
     def open(
         self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Callable[[str], None]
     ) -> None:
-        """Go to the earlier ranks, greet all peers and check their answers.
-
-        Args:
-            earlier: where ranks 0, 1, ... before this one wait for it.
-            hello: ours.
-
-        Raises:
-            FrameError: a peer of another deployment, place or set of graphs, or none in time.
-        """
+        """Go to the earlier ranks, which wait at `earlier`, greet all peers and check their
+        answers."""
         going = {
             rank: ConnectLink(self._context, self._credentials, _leader(rank), address)
             for rank, address in enumerate(earlier)
@@ -273,11 +243,6 @@ class PeerSockets:
             link.socket.rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
 
     def send(self, body: bytes) -> None:
-        """Send a frame to every peer.
-
-        Raises:
-            ConnectionError: a peer is gone.
-        """
         for link in self._links.values():
             link.send(body)
 
@@ -286,7 +251,6 @@ class PeerSockets:
         return self._links[dp_rank].receive()
 
     def close(self) -> None:
-        """Close all ends; what was sent still leaves."""
         for link in {**self._later, **self._links}.values():
             link.close()
 

@@ -1,4 +1,4 @@
-"""What a rank knows before it loads anything: its configuration, its place and its surroundings."""
+"""What a rank knows before it loads anything, and what it tells of itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class RankPlace:
 
     @property
     def name(self) -> str:
-        """The name by which errors and logs know the rank."""
         return f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
 
 
@@ -70,10 +69,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class RankStats:
-    """One rank's figures; sizes are bytes, counts blocks.
-
-    Invariant: a cached block that no sequence uses counts as free.
-    """
+    """One rank's figures. Invariant: a cached block that no sequence uses counts as free."""
 
     place: RankPlace
     pid: int

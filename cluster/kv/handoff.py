@@ -81,8 +81,7 @@ class HandoffMetadata:
 class HandoffHolder(Protocol):
     """What a prefill scheduler needs of the object that keeps its handoffs."""
 
-    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease on the blocks and return the handoff's id."""
+    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int: ...
 
     def drop(self, handoff_id: int) -> None:
         """End a handoff whose request was aborted."""
@@ -91,8 +90,7 @@ class HandoffHolder(Protocol):
         """Return the ids of those that ended since the last call: their blocks may be freed."""
 
     @property
-    def num_held(self) -> int:
-        """Handoffs that have not ended."""
+    def num_held(self) -> int: ...
 
 
 class KVReader(Protocol):
@@ -104,20 +102,14 @@ class KVReader(Protocol):
     def start(
         self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
-        """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, then release.
-
-        Both lists may be empty: then the handoff is only released.
-        """
+        """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, if any, then
+        release."""
 
     def cancel(self, request_id: str) -> None:
-        """Stop as soon as possible and release the handoff.
+        """Stop as soon as possible and release the handoff; a started read still comes out of
+        `take_finished`, when it no longer writes."""
 
-        A started read still comes out of `take_finished`, when it no longer writes. One that has
-        ended meanwhile is left alone.
-        """
-
-    def take_finished(self) -> list[ReadEnded]:
-        """Return the started reads that ended since the last call."""
+    def take_finished(self) -> list[ReadEnded]: ...
 
 
 @dataclass
@@ -131,7 +123,7 @@ class KVHolder:
     """The handoffs of a prefill rank and their leases.
 
     Invariant: a handoff is held, or ended once and for all; each ended one comes out of
-    `take_ended` exactly once, however it ended. `clock` must never go back.
+    `take_ended` exactly once. `clock` must never go back.
     """
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
@@ -156,11 +148,7 @@ class KVHolder:
         return self.last_handoff_id
 
     def answer(self, call: KVCall, max_blocks: int) -> bool:
-        """Do what a reader asks; return whether its lease was alive.
-
-        Args:
-            max_blocks: to read in one call.
-        """
+        """Do what a reader asks, in at most `max_blocks`; return whether its lease was alive."""
         match call:
             case KVRead():
                 is_short = len(call.block_ids) <= max_blocks
@@ -179,7 +167,6 @@ class KVHolder:
         return True
 
     def release(self, handoff_id: int, num_blocks_read: int) -> bool:
-        """End a handoff; True if its lease was alive from hold until now."""
         if not self.is_alive(handoff_id):
             return False
         self._end(handoff_id)
@@ -233,10 +220,8 @@ Tell = Callable[[KVOrder], None]
 
 
 class GroupHolder:
-    """The handoffs of a prefill group.
-
-    Invariant: a handoff comes out of `take_ended` once, after it has ended on every rank.
-    """
+    """The handoffs of a prefill group. Each comes out of `take_ended` once, after it has ended
+    everywhere."""
 
     def __init__(self, local: HandoffHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
@@ -261,11 +246,7 @@ class GroupHolder:
         self._tell(DropKV(handoff_id))
 
     def on_handoffs_ended(self, handoff_ids: list[int]) -> None:
-        """Take one rank's report. Each reports a handoff once.
-
-        Raises:
-            FrameError: a handoff has ended on all ranks before, or was never held.
-        """
+        """Take one rank's report. Each reports a handoff once; a `FrameError` otherwise."""
         for handoff_id in handoff_ids:
             if handoff_id not in self._num_alive:
                 raise FrameError(f"handoff: wanted one that is held, found the end of {handoff_id}")
@@ -281,10 +262,8 @@ class GroupHolder:
 
 
 class GroupReader:
-    """The reads of a decode group.
-
-    Invariant: a started read comes out of `take_finished` once, after its last write on any rank.
-    """
+    """The reads of a decode group. Each comes out of `take_finished` once, after its last write
+    anywhere."""
 
     def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
@@ -311,11 +290,7 @@ class GroupReader:
         self._tell(CancelRead(request_id))
 
     def on_read_ended(self, request_id: str, error: str) -> None:
-        """Take one rank's report. Each reports a started read once.
-
-        Raises:
-            FrameError: the read has ended on all ranks before, or was never started.
-        """
+        """Take one rank's report. Each reports a started read once; a `FrameError` otherwise."""
         if request_id not in self._num_reading:
             raise FrameError(f"read: wanted one that was started, found the end of {request_id!r}")
         if error:

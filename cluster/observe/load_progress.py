@@ -24,7 +24,6 @@ class LoadProgress:
     """The rank; None for the whole group."""
 
     def aged(self, seconds: float) -> LoadProgress:
-        """Return it as it is so long after, if nothing more was done."""
         left = None if self.remaining_s is None else max(0.0, self.remaining_s - seconds)
         return replace(self, elapsed_s=self.elapsed_s + seconds, remaining_s=left)
 
@@ -33,7 +32,6 @@ class LoadClock:
     """Times one rank's progress. One thread notes it, any may read."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with `what`, of which nothing is done."""
         self._clock = clock
         now = clock()
         self._now = (what, 0, 1, now, (0, now), now)
@@ -45,7 +43,6 @@ class LoadClock:
         return self._now[0]
 
     def note(self, what: str, done: int, total: int) -> None:
-        """Note how far it is; another `what` begins now."""
         old, old_done, _, began, first, at = self._now
         now = self._clock()
         if what != old:
@@ -69,10 +66,7 @@ class LoadClock:
 
 
 def keep_what_is_loaded() -> None:
-    """Exclude what a ready process has loaded from garbage collection.
-
-    Libraries and a model are some hundred thousand objects. A full collection goes through all of
-    them while no other Python runs, so steps, or all clients' tokens, wait.
-    """
+    """Exclude what a ready process has loaded from garbage collection, which stops all other
+    Python."""
     gc.collect()
     gc.freeze()

@@ -1,9 +1,8 @@
 """Every metric: its name, its labels, what it means. One table, which all that shows metrics reads.
 
-Names, buckets and meanings of those that vLLM has are vLLM's with another prefix. All have the
-labels `model_name` and `engine`: the name of an engine as in `prefill-0-0` (pool, replica,
-data-parallel rank), or `ingress` for what is measured where clients are answered. No label takes
-values that clients choose.
+Names, buckets and meanings of those that vLLM has are vLLM's with another prefix. The label
+`engine` is the name of an engine as in `prefill-0-0` (pool, replica, data-parallel rank), or
+`ingress`. No label takes values that clients choose.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class Metric:
     """A histogram's; empty: 1, 2, 5, 10, ... up to the model's length."""
 
     def bounds_for(self, max_model_len: int) -> tuple[float, ...]:
-        """Return a histogram's upper bounds."""
         if self.bounds:
             return self.bounds
         powers = (10**i for i in range(len(str(max_model_len))))
@@ -274,8 +272,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Described:
-    """What does not change while an application runs."""
-
     model_name: str
     max_model_len: int
     cache_info: tuple[tuple[str, str], ...] = ()
@@ -326,10 +322,8 @@ def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> 
 def _histogram(
     labels: tuple[str, ...], values: Mapping[tuple[str, ...], float], bounds: tuple[float, ...]
 ) -> Sample:
-    """Return the sample of a histogram, cumulated.
-
-    An earlier deployment may have had other bounds: what it counted goes where it fits.
-    """
+    """Return the sample of a histogram, cumulated; what another deployment counted goes where it
+    fits."""
     counted = sorted((float(own[1]), n) for own, n in values.items() if own[0] == BUCKET)
     buckets: list[tuple[str, float]] = []
     below, i = 0.0, 0

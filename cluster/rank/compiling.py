@@ -1,7 +1,7 @@
-"""What a rank's model is compiled with: the scope that it is built in.
+"""What a rank's model is compiled with: the scope that it is built in, and its part of the cache's
+key.
 
-The key of the compile cache comes from here as far as the model decides it. What is left out of it
-must not change generated code: ranks, ports, paths, sizes of graphs.
+What is left out of the key must not change generated code: ranks, ports, paths, sizes of graphs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ sequences decode, so in a full graph of a mixed step all of them are chunks (`St
 
 
 def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
-    """Return the memory of a rank's graphs; nothing is allocated yet."""
     new_pool = partial(new_graph_pool, device, poison=config.poison_graph_pool)
     return GraphPools(new_pool, policy=config.graph_pool)
 
@@ -77,7 +76,6 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
 
 
 def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
-    """Return whether the group can compile what is wanted: a CPU needs a C++ compiler for it."""
     wanted = config.compilation
     needs_compiler = (
         config.device == "cpu"
@@ -127,10 +125,8 @@ def one_line(error: BaseException) -> str:
 
 
 def missing_for_triton() -> str:
-    """Return what the machine lacks for Triton, or nothing.
-
-    Triton compiles what launches a kernel as an extension of Python, at every level of ours.
-    """
+    """Return what the machine lacks for Triton, which compiles what launches a kernel as an
+    extension."""
     compilers, missing = cc(), []
     if not any(shutil.which(name) for name in compilers):
         missing.append(f"a C compiler, {' or '.join(compilers)} (Debian: gcc)")

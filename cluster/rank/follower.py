@@ -47,8 +47,7 @@ class PlanReceiver(Protocol):
     def receive(self) -> Any:
         """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
 
-    def report(self, report: FollowerReport) -> None:
-        """Tell the leader what has ended here."""
+    def report(self, report: FollowerReport) -> None: ...
 
 
 class FollowerLoop:
@@ -68,7 +67,7 @@ class FollowerLoop:
         reader: KVReader | None,
         is_overlapped: bool = False,
     ) -> None:
-        """Start before the first step; `is_overlapped` as the leader's loop is."""
+        """`is_overlapped` as the leader's loop is."""
         self.receiver = receiver
         self.step = 0
         """The last one that was executed."""
@@ -160,8 +159,6 @@ class FollowerLoop:
 
 
 class Follower(Rank):
-    """One following rank, with its receiver and its loop."""
-
     def __init__(self, context: RankContext, rendezvous: Rendezvous) -> None:
         super().__init__(context, zmq.Context(), rendezvous)
         place, credentials = context.place, context.credentials

@@ -2,10 +2,9 @@
 
 Anything from outside comes in between two steps alone:
 
-1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
+1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the scheduler, and
    followers' reports of KV that was read or released to the group's holder and reader. Both are
-   bounded, so that a flood cannot hold a step up. A rank that serves while it compiles also loads
-   one of the pieces that are ready.
+   bounded, so that a flood cannot hold a step up.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
@@ -229,7 +228,6 @@ class Leader(Rank):
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
-        """Greet all followers and other leaders, where there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
@@ -304,8 +302,7 @@ def assemble_engine(
     holder: HandoffHolder | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
-    """Return the engine of a leader; None for what it has not: followers, other leaders, or KV to
-    hand over (`KVHandover`)."""
+    """Return the engine of a leader; None for what it has not."""
     cache, model = config.cache, runner.model_config
     blocks = BlockManager(
         runner.num_blocks,
@@ -346,9 +343,8 @@ class BadSubmit:
 class Inbox:
     """Where requests, aborts and watchers arrive. Belongs to the step thread.
 
-    `socket` polls readable while frames wait. Whatever comes in, nothing here raises. A frame is
-    decoded; or, if it is a bad submission that names its sender, answered with an error; or dropped
-    with a line in the log.
+    Whatever comes in, nothing here raises: a bad submission that names its sender is answered with
+    an error, any other bad frame dropped with a line in the log.
     """
 
     def __init__(
@@ -400,8 +396,7 @@ def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:
     """Return how long a submission may be.
 
     A token takes up to 5 bytes; in a handed over sequence with blocks of one token, its block's id
-    and generation take as much again each. A mask of allowed tokens takes a bit for each token of
-    the vocabulary, and a grammar up to 4 bytes a character. The rest is for biases, stop tokens and
-    the ranks that hold the KV.
+    and generation as much again each. The rest is for biases, stop tokens and the ranks that hold
+    the KV.
     """
     return (256 << 10) + 4 * MAX_GRAMMAR_CHARS + vocab_size // 8 + 16 * max_model_len

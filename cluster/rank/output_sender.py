@@ -1,12 +1,9 @@
 """A step's outputs leave as one frame per ingress, or as a few frames that are quick to decode.
 
-Tokens go straight from the leader's process to the ingress that holds the response; the replica
-that submitted a request learns of its end in a frame of its own.
-
-The log-probabilities of a long prompt are tens of megabytes beside one token. They are cut into
-outputs of their own, without tokens, before the one with the token. All outputs of one request
-stay in one frame, and a frame is one message, which arrives whole or not at all. So an ingress
-that has the token has them all, and its event loop may run between any two of them.
+The replica that submitted a request learns of its end in a frame of its own. Log-probabilities of a
+long prompt are tens of megabytes: they are cut into outputs of their own, without tokens, before
+the one with the token. All outputs of one request stay in one frame, which arrives whole or not at
+all, and the ingress's event loop may run between any two of them.
 """
 
 from __future__ import annotations
@@ -123,10 +120,7 @@ class OutputSender:
         return lost
 
     def drop_dead_addresses(self) -> list[str]:
-        """Return the requests of ingresses that have been unreachable for a whole lease.
-
-        An ingress that died has lost its clients too, so its requests should end.
-        """
+        """Return the requests of ingresses that have been unreachable for a whole lease."""
         now = self._clock()
         self._note_connections(now)
         lost: list[str] = []

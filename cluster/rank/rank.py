@@ -35,10 +35,8 @@ from model.parallel import Shard
 
 
 class KVConnector:
-    """What a rank holds and reads KV with: a server, a puller or neither, by the engine's role.
-
-    Invariant: `server` is there on a prefill rank, `puller` on a decode rank, from `start` on.
-    """
+    """What a rank holds and reads KV with: from `start` on a server on a prefill rank, a puller on
+    a decode rank."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -100,7 +98,6 @@ class KVConnector:
         return self.puller.reads.bytes_received if self.puller else 0
 
     def counts(self) -> Counts:
-        """Return what was counted of the KV that was moved. Any thread may call it."""
         counts: Counts = {}
         if self.server is not None:
             counts["kv_transfer_sent_bytes_total",] = self.server.bytes_sent
@@ -122,8 +119,7 @@ class KVConnector:
 class Rank(ABC):
     """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
 
-    All sockets of one rank share the context `_sockets`. Any thread may call `stop`, and `stats`,
-    `counts` and `heartbeat`, which read plain numbers.
+    Any thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers.
     """
 
     def __init__(
@@ -133,10 +129,7 @@ class Rank(ABC):
         rendezvous: Rendezvous | None,
         listener: socket.socket | None = None,
     ) -> None:
-        """Load, and wait until all ranks of the group have.
-
-        `listener` is of the group's store, on the rank that keeps it.
-        """
+        """Load, and wait until all ranks of the group have. `listener` is of the group's store."""
         self.context = context
         self._sockets = sockets
         self._doorbell = Doorbell()
@@ -158,8 +151,7 @@ class Rank(ABC):
         """Make `run` return: a leader's after the step in which all leaders were stopped."""
 
     @abstractmethod
-    def _scheduler_stats(self) -> SchedulerStats:
-        """Return the scheduler's figures, empty on a rank that has none."""
+    def _scheduler_stats(self) -> SchedulerStats: ...
 
     def stats(self) -> RankStats:
         transfer = self.transfer

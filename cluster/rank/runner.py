@@ -1,8 +1,4 @@
-"""The runner: one rank's model, KV pool and static inputs, executing plans.
-
-Leaders and followers share it: a follower's whole loop is receive and execute. The forward itself,
-eager or replayed, is `cluster/rank/forward.py`.
-"""
+"""The runner: one rank's model, KV pool and static inputs, executing plans on any rank."""
 
 from __future__ import annotations
 
@@ -71,8 +67,7 @@ class LaunchedStep:
 class ModelRunner:
     """Executes step plans on one rank.
 
-    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0, and lives in
-    `storage` if the caller gave one.
+    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0.
     """
 
     def __init__(
@@ -85,8 +80,7 @@ class ModelRunner:
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
 
-        If the rank serves while it compiles, what the cache lacks is left for later. `storage`
-        returns memory of so many bytes for the pool; `wake` wakes the step thread.
+        `storage` returns memory of so many bytes for the pool; `wake` wakes the step thread.
         """
         config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
@@ -198,13 +192,13 @@ class ModelRunner:
         """Run the plan's batch; return what `wait` makes the sampled tokens of.
 
         The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
-        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one
-        if a sequence is sampled. Rank 0 gets the logits and samples. Others learn the tokens from
-        the next plan; or, if that may be made ahead of them, from rank 0 by a broadcast. A step
-        without a sequence of its own is a dummy: it computes padding.
+        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one if
+        a sequence is sampled. Rank 0 gets the logits and samples; others learn the tokens from the
+        next plan, or by a broadcast if that may be made ahead of them. A step without a sequence of
+        its own is a dummy.
 
         A CUDA device runs the step after this has returned, unless it scores a prompt. With
-        `overlap` another step may be launched before this one is waited for, but no more.
+        `overlap` one more step may be launched before this one is waited for.
         """
         if agreed.stage != self.switch.stage:
             self.step_stats.build(agreed.step, 0)
@@ -297,10 +291,8 @@ class ModelRunner:
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)
 
     def debug(self) -> dict[str, Any]:
-        """Return as plain data what this rank compiled, captured, replayed and agreed on.
-
-        Any thread may call it. Counters are those of the process.
-        """
+        """Return as plain data what this rank compiled, captured, replayed and agreed on, on any
+        thread."""
         forward = self.forward
         return {
             "compilations": counter.num_backend_compilations,
@@ -369,11 +361,9 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
 
 
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
-    """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
-
-    The latter is None if there is one rank (after ATOM's function of this name, which asks all
-    ranks by an all-reduce).
-    """
+    """Return how many tokens of padding a rank runs, and what all ranks run, padding included; the
+    latter is None if there is one rank (after ATOM's function of this name, which asks by an
+    all-reduce)."""
     across = agreed.num_tokens_across_dp
     num_padding = across[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
     return num_padding, across if len(across) > 1 else None

@@ -18,8 +18,6 @@ from cluster.wire.messages import KVHandoff, KVSource, StepAgreement, StepPlan, 
 
 
 class LeaderHello(Wire, frozen=True, tag=True):
-    """Opens the channel on the leader's side."""
-
     protocol: int
     config_hash: str
     epoch: int
@@ -28,10 +26,8 @@ class LeaderHello(Wire, frozen=True, tag=True):
 
 
 class StepDigest(Wire, frozen=True):
-    """What one rank makes of a step: equal on all ranks, or they must not run it together.
-
-    Numbers travel as they are, so that a difference explains itself; lists as checksums.
-    """
+    """What one rank makes of a step: equal on all ranks, or they must not run it together. Lists
+    are checksums."""
 
     previous_step: int
     """The last step that was run; a step that got lost shows here."""
@@ -99,8 +95,7 @@ class CancelRead(Wire, frozen=True, tag=True):
     request_id: str
 
 
-class EndOfSteps(Wire, frozen=True, tag=True):
-    """The leader has run its last step."""
+class EndOfSteps(Wire, frozen=True, tag=True): ...
 
 
 class StillThere(Wire, frozen=True, tag=True):
@@ -127,8 +122,6 @@ class FollowerHello(Wire, frozen=True, tag=True):
 
 
 class HandoffsEnded(Wire, frozen=True, tag=True):
-    """These handoffs have ended on the follower."""
-
     handoff_ids: list[int]
 
 
@@ -141,7 +134,6 @@ class ReadEnded(Wire, frozen=True, tag=True):
 
     @property
     def ok(self) -> bool:
-        """Whether what was read may be believed."""
         return not self.error
 
 

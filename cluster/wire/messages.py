@@ -1,13 +1,9 @@
 """Structures that travel between processes, and the way on and off the wire.
 
-Votes, agreements and plans are here; what else the ranks of a group say to each other (hellos,
-digests, orders about KV) is in `group_messages.py`.
-
 All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
-frame that is too short, too long or of another type is refused instead of being filled in. So is
-a request with a value that no model and no configuration could take: bounds are in the fields'
-types. What depends on the engine is checked by its `RequestLimits`. Plans come from a leader, which
-has checked them. `encode` and `decode` are the only way on and off the wire.
+frame that is too short, too long or of another type is refused instead of being filled in. So is a
+request with a value that no model and no configuration could take: bounds are in the fields' types.
+What depends on the engine is checked by its `RequestLimits`.
 """
 
 from __future__ import annotations
@@ -293,8 +289,6 @@ class FinishReason(enum.StrEnum):
 
 
 class EngineOutput(Wire, frozen=True, kw_only=True):
-    """What one step produced for one request."""
-
     request_id: str
     position: int
     """Output tokens of the request before these: if an output got lost, the next one shows."""
@@ -353,8 +347,6 @@ class OutputFrame(Wire, frozen=True, tag=True):
 
 
 class EndedFrame(Wire, frozen=True, tag=True):
-    """The requests that ended in one step, for the replica that submitted them."""
-
     epoch: int
     ended: list[EngineOutput]
 
@@ -391,8 +383,6 @@ class RowAdmission(Wire, frozen=True):
 
 
 class NewBlocks(Wire, frozen=True):
-    """Blocks appended to a row's block table from column `start` on."""
-
     row: int
     start: int
     block_ids: list[int]
@@ -401,8 +391,8 @@ class NewBlocks(Wire, frozen=True):
 class PromptTargets(Wire, frozen=True):
     """The prompt tokens whose log-probabilities a step computes for one sequence.
 
-    Token i is scored by the sequence's i-th token in the step, the one before it. There is one
-    token less than the step computes if the prompt ends in it: the last one scores the output.
+    Token i is scored by the sequence's i-th token in the step, the one before it; at the prompt's
+    end there is one less, since the last one scores the output.
     """
 
     index: int
@@ -444,8 +434,8 @@ class Vote(Wire, frozen=True, tag=True):
 class StepAgreement(Wire, frozen=True):
     """How all ranks run a step: every field is identical on every rank.
 
-    It is computed once, by `agree`; whatever ranks must do alike is read here. Without work the
-    group sleeps until a rank votes for step + 1.
+    Whatever ranks must do alike is read here. Without work the group sleeps until a vote for step +
+    1.
     """
 
     epoch: int
@@ -531,16 +521,12 @@ class SampledTokens(Wire, frozen=True):
 
 
 class KVRead(Wire, frozen=True, tag=True):
-    """Send the bytes of these blocks (TCP transport)."""
-
     handoff_id: Count
     block_ids: list[Index]
     generations: list[Count]
 
 
 class KVRenew(Wire, frozen=True, tag=True):
-    """Extend the handoff's lease."""
-
     handoff_id: Count
 
 

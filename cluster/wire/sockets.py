@@ -1,22 +1,21 @@
 """Every ZeroMQ socket is made here, with its bounds and with the lock that keeps strangers out.
 
-Sockets listen where any process of the network may connect, so a connection counts for nothing
-until its handshake is done, and only processes of the application can finish one:
+Sockets listen where any process of the network may connect, and only processes of the application
+can finish a handshake:
 
 - CURVE encrypts and authenticates everything. All processes share one key pair, made from the
   application's secret. A client's first command is encrypted to the public key, which is never
-  published and never sent. Without the secret a peer cannot even say hello, so no authenticator
-  (ZAP) is needed.
+  published: without the secret a peer cannot even say hello, so no authenticator (ZAP) is needed.
 - KV, whose bytes would travel at a third of the speed, has a door of its own
   (`kv/transport/proofs.py`).
 
-The lock comes before all other bounds: ZeroMQ counts whole messages and bounds single parts, so one
-message of endless parts from a peer that was let in fills the memory. Of a connection that has not
-finished its handshake it holds one part, and no longer than `HANDSHAKE_S`.
+ZeroMQ counts whole messages and bounds single parts: one message of endless parts from a peer that
+was let in fills the memory. Of a connection that has not finished its handshake it holds one part,
+and no longer than `HANDSHAKE_S`.
 
-A frame that is longer than a part travels as a message of several (`split`, `join`). ZeroMQ
-delivers all parts of a message or none, so a frame that was cut arrives whole or is lost whole. A
-message to a socket that many may send to starts with the header (`pack`, `unpack`).
+A frame that is longer than a part travels as a message of several (`split`, `join`), of which
+ZeroMQ delivers all parts or none. A message to a socket that many may send to starts with the
+header.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Handshake(Protocol):
     def demand(self, socket: zmq.Socket[Any]) -> None:
         """Let in only peers that can finish it. Call it before the socket is bound."""
 
-    def offer(self, socket: zmq.Socket[Any]) -> None:
-        """Be let in. Call it before the socket connects."""
+    def offer(self, socket: zmq.Socket[Any]) -> None: ...
 
 
 class CurveHandshake:
@@ -95,14 +93,12 @@ def connecting_socket(
     max_waiting: int,
     max_part_bytes: int = MAX_PART_BYTES,
 ) -> S:
-    """Return a socket to connect; arguments as of `listening_socket`."""
     socket = _bounded(context, kind, max_waiting, max_part_bytes)
     handshake.offer(socket)
     return socket
 
 
 def inner_socket(context: zmq.Context[S], kind: int) -> S:
-    """Return a socket for what never leaves the process."""
     return context.socket(kind)
 
 
@@ -129,9 +125,8 @@ def end_context(
     """End `context`; return whether that was done in time.
 
     libzmq's own end has no bound: in 4.3.5 it hangs about once in a thousand times when the peer
-    closes its end in the same moment, whatever the linger time. Sockets that are still open are
-    closed with `linger` in ms, or their own. What does not end in `timeout_s` is left to the end of
-    the process, with a line in the log that names `owner`.
+    closes its end in the same moment. Sockets that are still open are closed with `linger` in ms,
+    or their own. What does not end in `timeout_s` is left to the end of the process.
     """
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True
@@ -174,10 +169,8 @@ def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -
 
 
 class Doorbell:
-    """Any thread rings, one poller wakes.
-
-    A file descriptor that polls readable from the first ring until it is cleared.
-    """
+    """Any thread rings, one poller wakes: a file descriptor that polls readable until it is
+    cleared."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -189,7 +182,6 @@ class Doorbell:
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Forget all rings so far; call it before looking at what was rung for."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 
@@ -198,10 +190,8 @@ class Doorbell:
 
 
 class Budget:
-    """What a receive loop may take before it does something else.
-
-    A number of frames, and a time that starts with the first of them.
-    """
+    """What a receive loop may take: a number of frames, and a time that starts with the first of
+    them."""
 
     def __init__(
         self, max_frames: int, max_s: float, clock: Callable[[], float] = time.perf_counter
@@ -227,16 +217,13 @@ class Budget:
 def node_id() -> str:
     """Return what two processes share exactly when one can open the other's /proc entries.
 
-    The boot id alone is the same in two containers that do not see each other's processes, so
-    the process namespace is part of it.
+    The boot id alone is the same in two containers that do not see each other's processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def link_node() -> str:
-    """Return what two processes share exactly when Unix sockets connect them.
-
-    Abstract Unix sockets belong to a network namespace.
-    """
+    """Return what two processes share exactly when Unix sockets, of a network namespace, connect
+    them."""
     return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"

@@ -94,11 +94,7 @@ class KVPuller:
         self._post(lambda: self.reads.cancel(request_id))
 
     def take_finished(self) -> list[ReadEnded]:
-        """Return the reads that ended since the last call.
-
-        Raises:
-            KVThreadDied: the thread is gone; without it every request would wait for ever.
-        """
+        """Return the reads that ended since the last call; `KVThreadDied` if the thread is gone."""
         self._thread.check()
         return _drain(self._finished)
 
@@ -151,8 +147,8 @@ class _Transport:
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry.
 
-        Of each source up to the first with blocks. The others stay in its socket until these are
-        written, so a source whose answers have come never seems silent, however long that takes.
+        Of each source up to the first with blocks: the others stay in its socket until these are
+        written, so a source whose answers have come never seems silent.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, holder in list(self._holders.items()):
@@ -214,11 +210,8 @@ class _Transport:
         return holder.memory
 
     def _holder(self, source: KVSource) -> _Holder:
-        """Return the connection to a holder, a new one if there is none.
-
-        Raises:
-            OSError: there is no such address.
-        """
+        """Return the connection to a holder, a new one if there is none; an OSError if it has no
+        such address."""
         holder = self._holders.get(source)
         if holder is None:
             self._forget_the_gone()
@@ -237,10 +230,8 @@ class _Transport:
         return holder
 
     def _forget_the_gone(self) -> None:
-        """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory.
-
-        Nothing is known of those on other nodes, so they go when nothing was read for long.
-        """
+        """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory. Those
+        on other nodes go when nothing was read for long."""
         idle_since = time.monotonic() - IDLE_S
         for source, holder in list(self._holders.items()):
             is_mapped = holder.memory is not None
@@ -250,8 +241,8 @@ class _Transport:
 
 
 class _Holder:
-    """What is open towards one holder: a connection, with the calls that it has not answered, and
-    its memory if it is mapped."""
+    """What is open towards one holder: a connection, calls without an answer, and memory that is
+    mapped."""
 
     def __init__(
         self,
@@ -262,14 +253,8 @@ class _Holder:
         ids: CallIds,
         block_bytes: int,
     ) -> None:
-        """Connect.
-
-        Args:
-            ids: of this reader's calls, whatever connection they take.
-
-        Raises:
-            OSError: there is no such address.
-        """
+        """Connect; an OSError if there is no such address. `ids` are of this reader's calls on any
+        connection."""
         self.memory: BlockStore | None = None
         self.is_private = False
         """It is on this node, but its memory may not be looked into."""
@@ -305,11 +290,8 @@ class _Holder:
             self.socket.send_multipart(parts, zmq.NOBLOCK)
 
     def receive(self) -> list[tuple[KVAnswer, list[memoryview]]]:
-        """Return the answers that have come, up to the first with blocks.
-
-        Raises:
-            FrameError: something else has come.
-        """
+        """Return the answers that have come, up to the first with blocks; a `FrameError` if
+        something else has."""
         answers: list[tuple[KVAnswer, list[memoryview]]] = []
         while len(answers) < MAX_ANSWERS and self.socket.poll(0):
             answers.append(self._read(self.socket.recv_multipart(copy=False)))

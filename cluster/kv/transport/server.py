@@ -50,10 +50,11 @@ class ProvedCall:
 
 
 class KVServer:
-    """The holder's side: a thread that serves reads, renewals and releases of handoffs.
+    """A thread that serves reads, renewals and releases of handoffs: the scheduler's
+    `HandoffHolder`.
 
-    It is the scheduler's `HandoffHolder`: the step thread may call `hold`, `drop` and `take_ended`
-    at any time. `doorbell` rings whenever a handoff ended and its blocks may be freed.
+    The step thread may call `hold`, `drop` and `take_ended` at any time. `doorbell` rings whenever
+    a handoff ended and its blocks may be freed.
     """
 
     def __init__(
@@ -115,11 +116,7 @@ class KVServer:
             self._holder.drop(handoff_id)
 
     def take_ended(self) -> list[int]:
-        """Return the handoffs whose blocks may be freed.
-
-        Raises:
-            KVThreadDied: the thread is gone; without it no handoff would ever end.
-        """
+        """Return the handoffs whose blocks may be freed; `KVThreadDied` if the thread is gone."""
         self._thread.check()
         with self._lock:
             ended = self._holder.take_ended()
@@ -183,12 +180,8 @@ class KVServer:
                 )
 
     def _prove(self, parts: list[bytes]) -> ProvedCall:
-        """Return the call that came.
-
-        Raises:
-            FrameError: it is not the application's, is none, or is one to a process that had this
-                address before: its handoffs died with it.
-        """
+        """Return the call that came; a `FrameError` if it is not the application's, or is for a
+        process that had this address before."""
         if len(parts) != 6:
             raise FrameError(f"message: wanted 6 parts, found {len(parts)}")
         peer, header, call_id, called, body, proof = parts
