@@ -57,11 +57,9 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: int = 16
-    """Tokens per block."""
     num_kv_blocks: int | None = None
     """None: as many as the memory below holds."""
     kv_memory_bytes: int = 1 << 30
-    """Memory for KV on CPU."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV on a GPU."""
     enable_prefix_caching: bool = True
@@ -72,7 +70,6 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_num_seqs: int = 64
-    """Sequences that run at once."""
     max_num_batched_tokens: int = 2048
     """Tokens of one step: decodes and prefill chunks together."""
 
@@ -114,7 +111,6 @@ class EngineConfig:
     dtype: str = "float32"
     """float32, bfloat16 or float16: of weights, activations and KV."""
     device: str = "cpu"
-    """cpu or cuda."""
     role: Role = Role.MIXED
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -124,12 +120,10 @@ class EngineConfig:
     overlap: bool = False
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
     threads: int = 1
-    """Threads of one rank's tensor operations on CPU."""
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
     steps of that size have taken a fifth of it."""
     log_format: str = "text"
-    """Of the ranks' logs: text or json."""
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.transfer.transport == "shm":

@@ -65,7 +65,7 @@ class FailedStart:
 
 
 class FailedStarts:
-    """By pool why the deployment with this `config_hash` cannot start, for `serve run` to end with."""
+    """By pool why the deployment with this `config_hash` cannot start, for `serve run` to say."""
 
     def __init__(self, config_hash: str) -> None:
         self._prefix = f"failed:{config_hash}:"

@@ -138,4 +138,3 @@ class RankActor:
 RemoteRank = ray.remote(
     max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
 )(RankActor)
-"""Methods name their concurrency group where they are called."""

@@ -56,11 +56,8 @@ class CallEnd:
 
     value: Any = None
     cause: str = ""
-    """What went wrong, in a line; empty if nothing did."""
     error: BaseException | None = None
-    """What the rank raised, where that is known."""
     is_death: bool = False
-    """The rank's process is gone."""
 
     @property
     def verdict(self) -> str:
@@ -90,7 +87,6 @@ class RankHandle(Protocol):
 
 
 Calls = dict[RankPlace, asyncio.Future[CallEnd]]
-"""One call to each of some ranks."""
 
 
 class RankGroup:
@@ -112,7 +108,6 @@ class RankGroup:
         self.handles = list(handles)
         self.places = places_of(parallel, epoch)
         self.is_named_by_watchdog = False
-        """Whether the watchdog ended the group: a rank did not answer, or not advance."""
         self.verdict = ""
         """Once the group has ended: as that of `RankDied`."""
         self.inboxes: list[str] = []

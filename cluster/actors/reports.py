@@ -12,7 +12,6 @@ from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import INGRESS
 
 OUTDATED = "outdated"
-"""The state of a replica of another deployment under the same name."""
 
 
 class BoardSilent(Exception):
@@ -26,7 +25,6 @@ class GroupReport:
     ranks: list[RankStats]
     loading: list[LoadProgress]
     counts: list[Counts] = field(default_factory=list)
-    """What each rank has counted since it was started, in the order of `ranks`."""
 
     def aged(self, seconds: float) -> GroupReport:
         """Return it with the times of what loads as they are so long after."""
@@ -42,13 +40,10 @@ class ReplicaReport:
     group: GroupReport
     error: str = ""
     config_hash: str = ""
-    """Of its deployment."""
     is_stuck: bool = False
     """The watchdog ended its group, which does not serve again yet."""
     counts: Counts = field(default_factory=dict)
-    """What the replica itself has counted."""
     in_state_s: float = 0.0
-    """How long it has been in this state."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +55,7 @@ class IngressReport:
     loading: tuple[LoadProgress, ...]
     """Empty once it can answer."""
     num_live: int
-    """Sequences that it has admitted."""
     is_watched: bool
-    """Somebody looks at its status page."""
     counts: Counts | None
     """None: as it said last."""
 

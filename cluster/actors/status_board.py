@@ -109,7 +109,6 @@ class StatusBoard:
         self._reports: dict[str, dict[str, tuple[float, ReplicaReport]]] = {p: {} for p in pools}
         self._actors: dict[str, dict[str, list[Any]]] = {}
         self._ingresses: dict[str, tuple[float, IngressReport]] = {}
-        """By their ids, in the order in which they came."""
 
     def push(self, report: ReplicaReport) -> None:
         """Replace the replica's last report, and add what was counted since."""

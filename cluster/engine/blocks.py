@@ -71,7 +71,6 @@ class BlockManager:
         self.prefix_queries = 0
         """Tokens of admitted sequences that were looked up; a re-admission counts again."""
         self.prefix_hits = 0
-        """Tokens of them that were found."""
         self._ref_counts = [0] * (num_blocks + 1)
         self._hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self._cached: dict[bytes, int] = {}

@@ -159,7 +159,6 @@ class OverlappedEngine(Engine):
     ) -> None:
         super().__init__(scheduler, lockstep, channel, executor)
         self._in_flight: tuple[StepPlan, Any] | None = None
-        """With what its launch returned."""
 
     def step(self) -> list[EngineOutput]:
         if self._in_flight is not None and not self.executor.switch.is_over:

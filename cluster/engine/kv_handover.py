@@ -41,7 +41,6 @@ class KVHandover:
         self._holder = holder
         self._reader = reader
         self._held: dict[int, Sequence] = {}
-        """By handoff."""
         self._reading: dict[str, Sequence] = {}
         """Reads that were started, aborted ones included until they write no more."""
 

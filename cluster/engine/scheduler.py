@@ -105,7 +105,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._unfinished: dict[str, Sequence] = {}
         self._compiling: dict[str, Sequence] = {}
-        """Those whose grammars are being compiled; then they queue."""
         self._waiting: deque[Sequence] = deque()
         """In order of arrival: to be admitted, or to start a read."""
         self._blocked: _HeadNeed | None = None

@@ -53,7 +53,6 @@ class Sequence:
     request: GenerateRequest
     max_model_len: InitVar[int]
     arrival: int = 0
-    """Orders all sequences of an engine."""
     handoff: KVHandoff | None = None
     """The handoff to read from; None once it was read, or if there is none."""
     token_ids: list[int] = field(init=False)
@@ -70,9 +69,7 @@ class Sequence:
     """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
     them."""
     last_step: int = 0
-    """The last step that was scheduled to compute it."""
     arrived_at: float = 0.0
-    """By the scheduler's clock."""
     queued_us: int = -1
     """Microseconds until it first got a row; -1 before, and 0 once an output has reported it."""
     num_cached_tokens: int = -1

@@ -25,7 +25,6 @@ NUM_LOGGED_STEPS = 1000
 NUM_TOLD_STEPS = 8
 """Of the log in an error: those that lead to it."""
 _KINDS = {StepKind.NOTHING: "dummy", StepKind.DECODE: "decode", StepKind.MIXED: "mixed"}
-"""What this rank's own sequences do, whatever those of others."""
 
 
 class StepStats:
@@ -42,14 +41,11 @@ class StepStats:
         """Tokens of each step that was begun and has not ended, and when it began."""
         self._last_end = 0.0
         self.num_votes = 0
-        """Votes that this leader cast."""
         self.vote_wait_s = 0.0
-        """Seconds between its votes and the last ones of its peers."""
         self.last_step = 0
         """The number of the last one that was begun; the same on all ranks that step together."""
         self._log: deque[StepAgreement] = deque(maxlen=NUM_LOGGED_STEPS)
         self._steps: Counter[tuple[int, StepKind]] = Counter()
-        """By mode and kind."""
         self._replays: Counter[tuple[int, int]] = Counter()
         """By mode and tokens, of those that replayed something."""
         self._num_tokens = 0
@@ -57,7 +53,6 @@ class StepStats:
         self._tokens_of_step = Histogram(
             "iteration_tokens_total", BY_NAME["iteration_tokens_total"].bounds
         )
-        """Of steps that had any."""
 
     def plan(self, step: int) -> None:
         self._enter(step, Phase.PLANNING)

@@ -43,7 +43,6 @@ class Phase(IntEnum):
     RUNNING = 4
     """Inside the forward, and perhaps inside a collective."""
     BOOKING = 5
-    """A leader books what was sampled and sends it."""
 
 
 ASLEEP = (Phase.PLANNING + Phase.AGREEING) / 2
@@ -57,7 +56,6 @@ class Heartbeat:
     step: int
     phase: Phase
     phase_s: float
-    """Seconds in this phase of this step."""
     expected_s: float
     """How long a step of this size should take; 0 outside of a step."""
     is_asleep: bool

@@ -134,7 +134,6 @@ class Vocabulary:
         except ValueError as error:
             raise VocabularyError(first_line(str(error))) from error
         self.num_words = -(-int(self._tokenizer.vocab_size) // 32)
-        """Of a mask."""
         self._limits = LLParserLimits(
             initial_lexer_fuel=MAX_LEXER_FUEL,
             step_lexer_fuel=MAX_STEP_FUEL,

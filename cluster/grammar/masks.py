@@ -61,11 +61,9 @@ class GrammarMasks:
         self._waiting: dict[str, list[str]] = {}
         """By the text that is being compiled the requests that wait for it."""
         self._done: deque[tuple[str, CompiledGrammar | None, str]] = deque()
-        """Filled by the compiling thread."""
         self.filled_step = -1
         """The last step that has masks; -1 before the first."""
         self._filled: Future[Masks]
-        """Of that step."""
 
     # --- for the scheduler ---
 
@@ -154,7 +152,6 @@ class MaskFiller:
         self._vocabulary = vocabulary
         self._executor = LLExecutor(num_threads)
         self._is_slow = False
-        """The last call was, so that the next rows are filled one by one."""
 
     def fill(self, num_rows: int, rows: list[MaskedRow]) -> Masks:
         """Return the masks of a step's rows; those without a grammar allow everything."""

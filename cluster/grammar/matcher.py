@@ -54,7 +54,6 @@ class CompiledGrammar:
         """What its masks took of a processor beyond `COSTLY_MASK_S` each, of those that were
         measured one after the other."""
         self.is_costly = False
-        """It was more than `MAX_COSTLY_S`."""
 
     def start(self, end_token_ids: Sequence[int]) -> Matcher:
         return Matcher(self, tuple(end_token_ids))

@@ -38,11 +38,9 @@ from cluster.wire.sockets import Budget, Doorbell
 log = logging.getLogger("lockstep.channel")
 
 Waiting = Callable[[str], None]
-"""Called with what a rank waits for, before it waits."""
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
-"""Between two steps, of all followers together: what is left is read at the next one. Each ends a
-request's handoff or read, of which a step begins a few."""
+"""Between two steps, of all followers together; a step begins a few."""
 
 
 class StepSender:

@@ -45,7 +45,6 @@ class RankContext:
     config: EngineConfig
     place: RankPlace = RankPlace()
     host: str = LOOPBACK
-    """This node's address."""
     credentials: Credentials = field(
         default_factory=lambda: Credentials("", secrets.token_bytes(SECRET_BYTES))
     )
@@ -54,9 +53,7 @@ class RankContext:
     node: str = ""
     """Ray's id of the node, for statistics."""
     is_on_one_node: bool = False
-    """The whole group is."""
     progress: Progress | None = None
-    """Called until the rank is ready."""
     exchange: ArtifactExchange | None = None
     """Where ranks on other nodes publish what they compile."""
 
@@ -77,8 +74,7 @@ class RankStats:
     state: str
     """starting, loading, ready or stopped."""
     step: int = 0
-    """The last one that the rank began. Steps in which no rank has work are not counted here:
-    followers hear nothing of them."""
+    """The last one that the rank began; followers hear nothing of steps without work."""
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
     """A follower has none: it reports `held_tickets` alone."""
     kv_bytes_sent: int = 0

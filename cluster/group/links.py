@@ -46,20 +46,17 @@ HELLO_TIMEOUT_S = 60.0
 HELLO_PERIOD_S = 2.0
 """A hello is said again until it is answered: it is lost with a connection that breaks."""
 MAX_WAITING = 10_000
-"""Frames for a rank that does not read. Collectives keep ranks within a step or two of each
-other, so one that is this far behind is gone or stuck."""
+"""Frames for a rank that does not read: one that is this far behind is gone or stuck."""
 MAX_FRAME_BYTES = 1 << 30
 """Members are trusted; this only keeps a mistake from filling the memory."""
 MAX_HELLO_BYTES = 1 << 16
 CLOSE_LINGER_MS = 1000
 MEMBERSHIP = ("protocol", "config_hash", "epoch")
-"""Fields that all members' hellos have alike."""
 
 
 @dataclass(frozen=True)
 class LinkAddress:
     node: str
-    """Of the rank that waits, by `link_node`."""
     ipc: str
     tcp: str
     """Empty if all ranks stand on one node."""

@@ -135,7 +135,6 @@ class KVHolder:
         self._leases: OrderedDict[int, _Lease] = OrderedDict()
         self._ended: list[int] = []
         self.last_handoff_id = 0
-        """The highest that was ever issued."""
 
     @property
     def num_held(self) -> int:
@@ -216,7 +215,6 @@ class KVHolder:
 
 
 Tell = Callable[[KVOrder], None]
-"""Puts an order on its way to every follower, in order with the steps."""
 
 
 class GroupHolder:

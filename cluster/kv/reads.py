@@ -22,10 +22,8 @@ from cluster.wire.messages import KVAnswer, KVCall, KVHandoff, KVRead, KVRelease
 CHUNK_BYTES = 8 << 20
 """Bytes of one copy or one answer; a cancelled read stops between two of them."""
 MAX_CHUNK_BLOCKS = 4096
-"""In one call, which names each by an id and a generation: together less than one part of a message
-may have (`wire/sockets.py`)."""
+"""In one call, which names each: together less than one part of a message may have."""
 ABORTED = "aborted"
-"""The error of a read whose request was."""
 ANSWER_TIMEOUT_S = 5.0
 """A holder that is silent this long is taken for dead: its thread does nothing but answer."""
 
@@ -39,7 +37,7 @@ class ReadTransport(Protocol):
     """What the reads need of the world."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        """Send a call, to be answered at `KVPulls.on_answer`; raises OSError if it cannot be sent."""
+        """Send a call, answered at `KVPulls.on_answer`; raises OSError if it cannot be sent."""
 
     def is_mapped(self, source: KVSource) -> bool: ...
 
@@ -102,13 +100,11 @@ class KVPulls:
         """When the latest call that a holder has answered was sent."""
         self._finished: list[ReadEnded] = []
         self.bytes_received = 0
-        """Bytes copied in reads under a valid lease."""
         self.num_reads = 0
-        """Reads under a valid lease."""
         self.num_failed = 0
         """Reads that were not, or did not end; those that were aborted apart."""
         self.read_s = 0.0
-        """Seconds from the start of a read under a valid lease to its end, summed up."""
+        """Seconds of reads under a valid lease."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Keep the handoff's lease alive until the read starts or is cancelled."""
@@ -189,7 +185,7 @@ class KVPulls:
                 self._send(pull, KVRenew(pull.handoff.handoff_id))
 
     def next_deadline(self) -> float | None:
-        """Return when `on_tick` has something to do, by the clock; None: not before the next event."""
+        """Return when `on_tick` has something to do, by the clock; None: at no time yet."""
         times = (min(pull.renew_at, self._answer_by(pull)) for pull in self._pulls.values())
         soonest = min(times, default=math.inf)
         return None if math.isinf(soonest) else soonest

@@ -60,7 +60,6 @@ class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     totals: dict[str, Counts] = {}
     last: dict[str, Counts] = {}
-    """By process what it said last, in the order in which they spoke."""
 
     def add(self, source: str, owner: str, counts: Mapping[tuple[str, ...], float]) -> bool:
         """Add what a process has counted since it said so last; return whether that is anything.

@@ -16,7 +16,6 @@ class LoadProgress:
     done: int
     total: int
     elapsed_s: float = 0.0
-    """Since it began with `what`."""
     remaining_s: float | None = None
     """At the pace since its first part was done; None before two parts are."""
     dp_rank: int | None = None

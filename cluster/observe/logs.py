@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(log_format: str) -> None:
-    """Write what Lockstep's loggers say to standard error, in this format; others stay as they are."""
+    """Write what Lockstep's loggers say to standard error; others stay as they are."""
     handler = logging.StreamHandler()
     if log_format == JSON:
         handler.setFormatter(JsonFormatter())

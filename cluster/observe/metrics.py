@@ -14,7 +14,6 @@ from cluster.observe.counts import BUCKET, SUM, Counts, bound_text
 
 PREFIX = "lockstep:"
 INGRESS = "ingress"
-"""The engine of what is measured at the ingress."""
 COMMON_LABELS = ("model_name", "engine")
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -41,11 +40,9 @@ class Metric:
     """One metric. Invariant: a counter's name ends with `_total`."""
 
     name: str
-    """Without the prefix."""
     kind: str
     meaning: str
     labels: tuple[str, ...] = ()
-    """Beside the common ones."""
     bounds: tuple[float, ...] = ()
     """A histogram's; empty: 1, 2, 5, 10, ... up to the model's length."""
 
@@ -244,9 +241,7 @@ class SchedulerStats:
     """Prompt positions computed here, again after a pre-emption included."""
     num_preemptions: int = field(default=0, metadata=IN_METRICS_ALONE)
     prefix_queries: int = field(default=0, metadata=IN_METRICS_ALONE)
-    """Tokens looked up in the prefix cache."""
     prefix_hits: int = field(default=0, metadata=IN_METRICS_ALONE)
-    """Tokens found there."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +250,6 @@ class MetricsSnapshot:
 
     totals: dict[str, Counts]
     engines: dict[str, SchedulerStats]
-    """Those that are alive."""
 
 
 @dataclass(frozen=True)

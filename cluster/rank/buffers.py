@@ -12,8 +12,8 @@ import torch
 ALIGNMENT = 128
 """Bytes: a line of a GPU's cache. Kernels are compiled for addresses that are multiples of 16."""
 MAX_GAP_BYTES = 64 * 1024
-"""What a copy may carry between two buffers that a step fills. So much takes a PCIe link some 3 us,
-and another copy takes the host about as long to launch."""
+"""What a copy may carry between two buffers: about as long as it takes the host to launch another.
+"""
 
 
 class Staging:

@@ -49,8 +49,7 @@ from model.weights import blank_model
 log = logging.getLogger("lockstep.compile")
 
 NICENESS = 5
-"""Of the process: beside a busy rank it gets a quarter of a core, not half. With much less, ranks
-that are always busy would hardly ever be compiled for."""
+"""Of the process: with much less, ranks that are always busy would hardly ever be compiled for."""
 CLOSE_S = 2.0
 """For the process to end; what it has started may hold its output open for longer."""
 
@@ -63,9 +62,7 @@ class CompileJob:
     place: RankPlace
     """Its dp_rank names the directory in the cache, also where ranks are independent."""
     tp: tuple[int, int]
-    """Rank and size of the tensor-parallel group."""
     dp: tuple[int, int]
-    """Rank and size among the data-parallel ranks that step together."""
     shares_experts: bool
 
     @classmethod
@@ -171,7 +168,6 @@ class CompileAhead:
     def __init__(self, job: CompileJob, forward: StepForward, wake: Callable[[], None]) -> None:
         """`wake` wakes the step thread, and is called on any thread."""
         self.error = ""
-        """Why the rank goes on without compiled pieces."""
         self._num_threads = job.config.threads
         self._forward = forward
         self._wake = wake

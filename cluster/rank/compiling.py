@@ -37,8 +37,7 @@ log = logging.getLogger("lockstep.compile")
 MODEL_SOURCES = sources_hash(Path(model.__file__).parent)
 """When they were imported: a file that is changed later does not run here."""
 ATTENTION = AttentionGraphSupport.ALWAYS
-"""Kernels take their grids from shapes and the rest from tensors. A graph does freeze how many
-sequences decode, so in a full graph of a mixed step all of them are chunks (`StepInputs`)."""
+"""A graph freezes how many sequences decode: in a full graph of a mixed step all are chunks."""
 
 
 def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:

@@ -70,7 +70,6 @@ class FollowerLoop:
         """`is_overlapped` as the leader's loop is."""
         self.receiver = receiver
         self.step = 0
-        """The last one that was executed."""
         self.is_stopping = False
         self._name = name
         self._runner = runner
@@ -80,7 +79,6 @@ class FollowerLoop:
         self._has_said_loaded = False
         self._is_overlapped = is_overlapped
         self._in_flight: Any = None
-        """What the launch of a step has returned that was not waited for."""
 
     def run(self) -> None:
         while not self.is_stopping:

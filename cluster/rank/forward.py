@@ -57,12 +57,10 @@ from model.sampler import costliest_sampling, likeliest, sample, score
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.
-A step of as many is timed."""
+"""
 NUM_LOADED_TOKENS = 1
-"""Tokens of the padding that is shown to what is loaded, which looks at its kind alone."""
 MAX_SCORED_ROWS = 256
-"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000. A whole chunk's
-would take all the memory that the KV cache leaves."""
+"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000."""
 _MISSING, _FOUND = 1, 2
 """What a rank finds of its compiled forward; 0 if it has no cache."""
 
@@ -106,7 +104,6 @@ class StepForward:
         self.config = config
         self._token_bytes = token_bytes
         self._num_asked = 0
-        """How often ranks were asked for their free memory."""
         self._model = model
         self.switch = CompileSwitch()
         """At its end, unless `compile` leaves something to do while the rank serves."""
@@ -114,7 +111,6 @@ class StepForward:
         self._reports: list[CaptureReport] = []
         self.num_piecewise_steps = 0
         self._piecewise_s = self._replayed_s = 0.0
-        """Host seconds of those steps, and of what they replayed."""
         self._layers = model.attention_layers()
         self._inputs = inputs
         self._group = group
@@ -124,7 +120,6 @@ class StepForward:
         is_as_is = config.level == CompilationLevel.DYNAMO_AS_IS
         self._call = wrap_forward(compile_as_is(model) if is_as_is else model, config, pools)
         self._score: CUDAGraphWrapper | None = None
-        """Scores the rows of decode steps that replay a full graph."""
         if config.capture_logits and config.graph_mode.decode_mode() is CUDAGraphMode.FULL:
             full = CUDAGraphMode.FULL
             self._score = CUDAGraphWrapper(self._score_rows, full, pools, trims_pool=False)

@@ -44,7 +44,6 @@ class StepBatch:
 
 
 _Staged = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor]
-"""The tensors of a `StepBatch`, in its order."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,7 @@ class StepInputs:
         # in its storage would have an offset there, which is another symbol of its graph.
         self._of_ids, self._of_positions = Staging(device, num_steps), Staging(device, num_steps)
         self._of_step = Staging(device, num_steps)
-        """What else each step fills anew."""
         self._of_sampled = Staging(device, num_steps)
-        """What stays while the same sequences are sampled."""
         stagings = (self._of_ids, self._of_positions, self._of_step, self._of_sampled)
         self._copied = stagings if self._of_step.is_copied else ()
         """Those that a step turns and uploads: on a CPU it reads what it fills."""
@@ -153,7 +150,6 @@ class StepInputs:
         self._blocks = self._block_table.first_columns(1)
         """Of the step that is built, as many columns as its longest sequence has blocks."""
         self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
-        """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
         self._staged: _Staged
         self._sizes = (-1, -1, -1, -1)

@@ -69,8 +69,7 @@ log = logging.getLogger("lockstep.leader")
 MAX_SLEEP_MS = 1000
 """An idle leader looks around this often, whatever rang: the bound on a lost wake-up."""
 MAX_INBOX_FRAMES, MAX_INBOX_S = 256, 0.002
-"""Taken between two steps, while all ranks wait: as long as a short step. What is left is taken
-after the next one; some hundred thousand submissions a second are more than any engine runs."""
+"""Taken between two steps, while all ranks wait: as long as a short step."""
 MAX_INBOX_WAITING = 64
 """Frames of one sender, which may be long; any more wait in the sender's own process."""
 
@@ -84,10 +83,6 @@ class Leader(Rank):
         endpoints: LeaderEndpoints | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """Load, and wait until all followers and all other leaders have.
-
-        Followers connect at `endpoints`; other leaders are found by `rendezvous`.
-        """
         endpoints = endpoints or LeaderEndpoints(context)
         rendezvous = rendezvous or endpoints.rendezvous
         super().__init__(context, endpoints.sockets, rendezvous, endpoints.listener)

@@ -24,17 +24,14 @@ from cluster.wire.sockets import CurveHandshake, connecting_socket, pack
 log = logging.getLogger("lockstep.outputs")
 
 MAX_WAITING_FRAMES = 20_000
-"""Frames kept for an ingress that does not read: some ten seconds of a fast model's steps. One
-that is further behind is gone or stuck, and its requests are aborted."""
+"""For an ingress that does not read: some ten seconds of a fast model's steps; then it is given up.
+"""
 MAX_ADDRESSES = 128
-"""That requests want their outputs at. An ingress has one; each costs a queue and, with what
-watches the connection, three of a context's 1,023 sockets."""
+"""An ingress has one; each costs a queue and three of a context's 1,023 sockets."""
 MAX_WATCHERS = 8
 """There is one: the replica that owns this rank's group."""
 MAX_ENDED = 256
-"""Ends in one frame."""
 MAX_FRAME_BYTES = 1 << 18
-"""Of the outputs of several requests together."""
 MAX_OUTPUT_BYTES = 1 << 16
 """Of the log-probabilities in one output; decoding them takes a fraction of a millisecond."""
 ENTRY_BYTES, CANDIDATE_BYTES = 32, 14
@@ -67,7 +64,6 @@ class OutputSender:
         self._epoch = epoch
         self._reply_to: dict[str, str] = {}
         self._num_requests: Counter[str] = Counter()
-        """By address, of those that are running."""
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._watchers: list[str] = []
         self._clock = clock

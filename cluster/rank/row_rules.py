@@ -46,7 +46,6 @@ class RowRulesTables:
         self._shape = (rows, vocab_size)
         self._device = staging.device
         self.num_rows = 0
-        """Rows with rules: without any, a step has nothing to count or to adjust."""
         self._has_rules = np.zeros(rows, dtype=bool)
         self._has_bias = np.zeros(rows, dtype=bool)
         self._has_penalties = np.zeros(rows, dtype=bool)

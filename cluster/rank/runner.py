@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lockstep.rank")
 Logits = Callable[[torch.Tensor], torch.Tensor | None]
-"""Hidden states [N, E] to logits [N, V] on rank 0, None on others. It is a collective, which every
-rank calls equally often."""
+"""[N, E] to [N, V] on rank 0, None on others: a collective, which all call equally often."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class LaunchedStep:
 
     step: int
     drawn: SamplerOutput | None
-    """On the host; None if nothing was drawn here."""
     wants_logprobs: list[int]
     prompt_logprobs: list[list[TokenLogprobs]]
     ended: torch.cuda.Event | None
@@ -89,11 +87,9 @@ class ModelRunner:
         self.step_stats = StepStats(time.monotonic)
         wake = wake or (lambda: None)
         self.grammars: GrammarMasks | None = None
-        """Masks of what is sampled; None on ranks that do not sample."""
         if self.shard.rank == 0:
             self.grammars = _grammars(config, wake)
         self._step_bytes = 0
-        """What the largest step needs of a device whose memory the KV cache shares."""
         self.config = config
         self.device = torch.device(config.device)
         if config.device == "cpu":

@@ -22,7 +22,6 @@ class LeaderHello(Wire, frozen=True, tag=True):
     config_hash: str
     epoch: int
     nonce: str
-    """Of the rendezvous: a process that does not know it is no member of the group."""
 
 
 class StepDigest(Wire, frozen=True):
@@ -30,14 +29,12 @@ class StepDigest(Wire, frozen=True):
     are checksums."""
 
     previous_step: int
-    """The last step that was run; a step that got lost shows here."""
     epoch: int
     step: int
     num_seqs: int
     num_tokens: int
     num_decodes: int
     agreement: int
-    """Mode, `graph_bs` and what else all ranks agreed on."""
     rows: int
     num_computed: int
     num_new: int

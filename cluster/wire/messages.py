@@ -95,7 +95,6 @@ class LogitRules(Wire, frozen=True):
     """Divides positive logits of tokens in prompt or output, multiplies others; 1 is off."""
     bias_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_BIASES)]
     biases: Annotated[tuple[Bias, ...], Meta(max_length=MAX_BIASES)]
-    """Added to these tokens' logits."""
     allowed_tokens: Annotated[bytes, Meta(max_length=1 << 21)]
     """Bit i % 8 of byte i // 8, the lowest first, allows token i; no other token is drawn. Bits
     behind the last byte are 0. Empty allows all."""
@@ -115,7 +114,6 @@ class Grammar(Wire, frozen=True):
     """
 
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-    """As the grammar library takes it."""
     end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
     """Tokens that may be drawn where the text may end, and nowhere else."""
 
@@ -159,7 +157,6 @@ class GenerateRequest(Wire, frozen=True):
     output_token_ids: list[Index]
     sampling: Sampling
     reply_to: Address
-    """Of the socket that wants the tokens."""
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)]
     """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
     empty: shared by all that have none."""
@@ -170,7 +167,6 @@ class RankProcess(Wire, frozen=True):
 
     epoch: int
     nonce: Name
-    """Random."""
 
 
 class KVSource(Wire, frozen=True):
@@ -183,7 +179,6 @@ class KVSource(Wire, frozen=True):
     shm_fd: Annotated[int, Meta(ge=-1, le=MAX_FD)]
     """File descriptor of the pool in process `pid`; -1 if the pool is private."""
     address: Address
-    """Serves reads, renewals and releases."""
     process: RankProcess
     """The handoff's holder: calls name it, so that no other that listens there serves them."""
 
@@ -271,7 +266,6 @@ class FinishReason(enum.StrEnum):
     """Why a request has ended, or a stage of it. No engine says the last two: the router does."""
 
     NONE = ""
-    """It runs on."""
     STOP = "stop"
     """At one of its stop tokens."""
     LENGTH = "length"
@@ -294,20 +288,16 @@ class EngineOutput(Wire, frozen=True, kw_only=True):
     """Output tokens of the request before these: if an output got lost, the next one shows."""
     token_ids: list[Index]
     logprobs: list[TokenLogprobs]
-    """Empty, or one entry per token."""
     finish_reason: FinishReason
     stop_token_id: int
-    """The token that ended it; -1 if none did."""
     num_cached_tokens: int
-    """Prompt tokens whose KV was found in the prefix cache."""
     handoff: KVHandoff | None
     error: str
     prompt_logprobs: list[TokenLogprobs]
-    """Beside a request's first output token, if asked for: of each prompt token but the first. On
-    the wire those of a long prompt stand in outputs of their own before it, in the same frame."""
+    """Beside a request's first output token, of each prompt token but the first. On the wire those
+    of a long prompt stand in outputs of their own before it, in the same frame."""
     queued_us: Count
-    """Beside an engine's first output token: microseconds from the request's arrival until it got a
-    row. 0 with all others."""
+    """Beside an engine's first output token: microseconds until the request got a row. Else 0."""
 
     @classmethod
     def ended(
@@ -341,7 +331,6 @@ class OutputFrame(Wire, frozen=True, tag=True):
     epoch: int
     engine_id: Name
     inbox: Address
-    """Where the engine takes requests and aborts."""
     outputs: list[bytes]
     """Each an encoded `EngineOutput`, so that the receiver may pause between two."""
 
@@ -396,7 +385,6 @@ class PromptTargets(Wire, frozen=True):
     """
 
     index: int
-    """The sequence's place in the plan."""
     token_ids: list[int]
     num_logprobs: int
 
@@ -405,7 +393,6 @@ class StepKind(enum.IntEnum):
     """What a rank's sequences do in a step; the higher one prevails among ranks."""
 
     NOTHING = 0
-    """There are none."""
     DECODE = 1
     """All decode, as many tokens each."""
     MIXED = 2
@@ -486,7 +473,6 @@ class StepPlan(Wire, frozen=True):
     token_ids: list[int]
     num_decodes: int
     prompt_targets: list[PromptTargets]
-    """Of the sequences that want log-probabilities of their prompt."""
 
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
         num_seqs, has_work = self.num_seqs, self.num_seqs > 0

@@ -38,7 +38,6 @@ from cluster.wire.messages import FrameError
 MAX_PART_BYTES = 1 << 16
 """What a stranger's connection may cost. Longer frames travel in parts."""
 ENVELOPE_BYTES = 64
-"""What CURVE adds to a part."""
 HANDSHAKE_S = 5.0
 """From a connection to the end of its handshake: milliseconds, unless a machine swaps."""
 KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3

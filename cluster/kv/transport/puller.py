@@ -31,8 +31,7 @@ T = TypeVar("T")
 IDLE_S = 600.0
 """After this long without a read nothing is kept open; longer than any read takes."""
 MAX_HOLDERS = 128
-"""Each has a socket, and a descriptor if its memory is mapped: one for each prefill rank that this
-one reads from. Beyond that the one that was used least recently gives way."""
+"""One for each prefill rank that this one reads from; the one used least recently gives way."""
 MAX_OPEN_CALLS = 4096
 """To one holder: a renewal that is never answered is forgotten at some point."""
 MAX_ANSWERS = 64
@@ -65,7 +64,6 @@ class KVPuller:
             block_bytes=self._transport.store.block_bytes,
             clock=clock,
         )
-        """Whose sums any thread may read."""
         self._doorbell = doorbell
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._finished: SimpleQueue[ReadEnded] = SimpleQueue()
@@ -138,8 +136,7 @@ class _Transport:
         self._node = node_id()
         self._ids = CallIds()
         self._holders: OrderedDict[KVSource, _Holder] = OrderedDict()
-        """By source, the last used at the end. Address, pid and descriptor come again, its process
-        does not."""
+        """By source, whose process never comes again; the last used at the end."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
         self._holder(source).send(call)
@@ -264,7 +261,6 @@ class _Holder:
         self._proofs = KVProofs(credentials)
         self._ids = ids
         self._open: OrderedDict[bytes, tuple[KVCall, bytes]] = OrderedDict()
-        """By the calls' ids, with their proofs."""
         self.socket = connecting_socket(
             context,
             zmq.DEALER,

@@ -90,7 +90,6 @@ class KVServer:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.num_expired = 0
-        """Handoffs whose lease ran out."""
         self._thread = KVThread(
             "kv server",
             turn=self._turn,
