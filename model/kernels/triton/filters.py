@@ -1,9 +1,9 @@
 """Top-k and top-p on a GPU; the reference is `filters.filter_top_k_top_p`.
 
-Nothing is sorted. The lowest logit that stays is the highest value that has enough tokens, or
-enough mass, at or above it. It is found by a radix search: floats are ordered as keys of 32 bits,
-and each pass finds four bits of the key. A row is divided into chunks, one per program, and each
-pass is a launch: its programs read what all chunks of the row found in the pass before.
+Nothing is sorted. The lowest logit that stays is found by a radix search: floats are ordered as
+keys of 32 bits, and each pass finds four bits of the key. A row is divided into chunks, one per
+program, and each pass is a launch: its programs read what all chunks of the row found in the pass
+before.
 
 Masses are integers in fixed point, so their sum does not depend on the order: neither chunks nor
 neighbours in the batch can change which tokens stay.
@@ -218,10 +218,7 @@ def _filter_kernel(
 def filter_top_k_top_p(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Do what `filters.filter_top_k_top_p` does; waits for nothing on the device.
-
-    The last dimension of logits is contiguous; V is below 2^19.
-    """
+    """Do what `filters.filter_top_k_top_p` does; V is below 2^19."""
     num_rows, size = logits.shape
     num_chunks = triton.cdiv(size, CHUNK)
     out = logits.new_empty(logits.shape)
