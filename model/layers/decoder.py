@@ -1,4 +1,4 @@
-"""Decoder-only models: attention, gated MLP, the pre-norm layer, the stack of them, and the head.
+"""Decoder-only models: norm, attention, gated MLP, the pre-norm layer, their stack, and the head.
 
 A configuration and the row of its family (`model.families`) say how they are built.
 
