@@ -160,14 +160,11 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
         windows = [window for window in self.layer_windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
-    @property
-    def has_dense_layers(self) -> bool:
-        return self.experts is None or not all(self.experts.is_sparse)
-
     def tensor_parallel_sizes(self, data_parallel_size: int = 1) -> list[int]:
         """Return how many ranks can hold the model together, with so many of them that do."""
         kv_heads = self.num_kv_heads
-        num_split = self.intermediate_size if self.has_dense_layers else 0
+        is_dense = self.experts is None or not all(self.experts.is_sparse)
+        num_split = self.intermediate_size if is_dense else 0
         num_experts = 0 if self.experts is None else self.experts.num_experts
         return [
             n

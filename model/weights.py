@@ -39,9 +39,7 @@ ALONE = Shard()
 
 @torch.no_grad()
 def load_weights(
-    model: CausalLM,
-    checkpoint_dir: Path | str,
-    progress: Callable[[int, int], None] | None = None,
+    model: CausalLM, checkpoint_dir: Path | str, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Fill the parameters of `model`; `progress` is called with (tensors done, tensors in all).
 

@@ -43,7 +43,6 @@ from cluster.observe.metrics import SchedulerStats
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     FollowerHello,
     FollowerReport,
@@ -94,23 +93,9 @@ class Leader(Rank):
         followers, lockstep = self._greet(rendezvous)
         self.engine = self._assemble(followers, lockstep)
 
-        config = context.config
-        self._inbox = Inbox(
-            self._sockets,
-            context.host,
-            context.credentials,
-            max_model_len=config.max_model_len,
-            vocab_size=self.runner.model_config.vocab_size,
-        )
+        self._inbox = Inbox(context, self._sockets, self.runner.model_config.vocab_size)
         self.inbox = self._inbox.address
-        self._output_sender = OutputSender(
-            context=self._sockets,
-            credentials=context.credentials,
-            engine_id=context.engine_id,
-            inbox=self.inbox,
-            epoch=context.place.epoch,
-            lease_s=config.transfer.lease_s,
-        )
+        self._output_sender = OutputSender(context, self._sockets, self.inbox)
         self._look_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -343,19 +328,14 @@ class Inbox:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
-        credentials: Credentials,
-        *,
-        max_model_len: int,
-        vocab_size: int,
+        self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], vocab_size: int
     ) -> None:
-        self._credentials = credentials
-        self._max_bytes = max_submit_bytes(max_model_len, vocab_size)
-        handshake = CurveHandshake(credentials.secret)
-        self.socket = listening_socket(context, zmq.PULL, handshake, max_waiting=MAX_INBOX_WAITING)
-        self.address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
+        self._credentials = rank.credentials
+        self._max_bytes = max_submit_bytes(rank.config.max_model_len, vocab_size)
+        handshake = CurveHandshake(rank.credentials.secret)
+        self.socket = listening_socket(sockets, zmq.PULL, handshake, max_waiting=MAX_INBOX_WAITING)
+        port = self.socket.bind_to_random_port(f"tcp://{rank.host}")
+        self.address = f"tcp://{rank.host}:{port}"
 
     def take(self) -> Iterator[Inbound | BadSubmit]:
         """Yield what waits, as much as there is time for between two steps."""

@@ -118,12 +118,7 @@ class ModelRunner:
         )
         self.inputs = StepInputs(config, self.model_config.vocab_size, self.device)
         self.forward = StepForward(
-            self.model,
-            self.inputs,
-            scope.config,
-            group=group,
-            pools=pools,
-            token_bytes=token_bytes,
+            self.model, self.inputs, scope.config, group=group, pools=pools, token_bytes=token_bytes
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
@@ -171,19 +166,13 @@ class ModelRunner:
         self.forward.close()
 
     def execute(
-        self,
-        plan: StepPlan,
-        agreed: StepAgreement,
-        confirm: Callable[[], None] | None = None,
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
         return self.wait(self.launch(plan, agreed, confirm))
 
     @torch.inference_mode()
     def launch(
-        self,
-        plan: StepPlan,
-        agreed: StepAgreement,
-        confirm: Callable[[], None] | None = None,
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> LaunchedStep:
         """Run the plan's batch; return what `wait` makes the sampled tokens of.
 

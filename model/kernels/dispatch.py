@@ -50,12 +50,10 @@ def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Callable[...,
 
 
 rms_norm = _op(
-    "rms_norm",
-    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "rms_norm", lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
 silu_and_mul = _op(
-    "silu_and_mul",
-    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    "silu_and_mul", lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 )
 # `compile.passes` defines it, because its pass writes it into graphs.
 fused_add_rms_norm = _op("fused_add_rms_norm")

@@ -147,11 +147,7 @@ def _first_block(position: int, sliding_window: int | None, block_size: int) -> 
 
 
 def _attend_chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sliding_window: int | None
 ) -> torch.Tensor:
     """Attend from the last tokens of one sequence. q: [Tq, H, D]; k, v: [Tk, Hkv, D]."""
     num_queries, num_tokens, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]

@@ -16,13 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton.tiles import (
-    LOG2_E,
-    AttentionTiles,
-    arch_of,
-    prefill_tiles,
-    softmax_step,
-)
+from model.kernels.triton.tiles import LOG2_E, AttentionTiles, arch_of, prefill_tiles, softmax_step
 
 
 @triton.jit
