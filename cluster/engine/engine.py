@@ -1,22 +1,16 @@
-"""The step: the heart of Lockstep.
-
-Every step is checked to be the same on all ranks of a group. A leader plans, the data-parallel
-leaders agree, followers of the tensor-parallel group receive the plan, all execute it, and the
-leader books the result:
+"""The step: the heart of Lockstep. It is checked to be the same on all ranks of a group.
 
 1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
 2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
 3. `channel.send(plan, agreed)` hands the plan to the followers, if there are any.
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
-   confirmed the same step; it rarely blocks, because building inputs takes longer.
-   While the group serves and compiles, an agreement may name a stage that all ranks enter first
-   (`cluster/engine/compile_switch.py`); they confirm before they enter it.
+   confirmed the same step; it rarely blocks, because building inputs takes longer. An agreement may
+   name a stage that all ranks enter first (`cluster/engine/compile_switch.py`).
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `lockstep.py`, `Lockstep`. `OverlappedEngine` is the same step with the next one planned
-while the device runs this one.
+`Executor`; `lockstep.py`, `Lockstep`.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ from typing import Any, Protocol
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
-from cluster.observe.metrics import SchedulerStats
 from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 
 
@@ -130,9 +123,6 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
-
-    def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
 
 
 class OverlappedEngine(Engine):

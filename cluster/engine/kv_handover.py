@@ -1,12 +1,9 @@
 """`KVHandover`: the sequences of one engine whose KV changes hands, as its scheduler sees them.
 
-On a prefill engine a computed sequence keeps its blocks under a handoff (`hold`) until a reader has
-them. Its request has had its last output. A handoff ends by itself, at the latest with its lease,
-and only then are its blocks free (`free_ended`).
-
-On a decode engine a handoff's lease is renewed (`expect`) until there are blocks for it, then a
-read fills them (`start_read`). An aborted read may go on to write: its sequence keeps its blocks
-until the read comes out of `take_finished`.
+On a prefill engine a computed sequence keeps its blocks under a handoff (`hold`) that ends by
+itself, at the latest with its lease; only then are its blocks free (`free_ended`). On a decode
+engine a handoff's lease is renewed (`expect`) until a read fills blocks (`start_read`). An aborted
+read may go on to write: its sequence keeps its blocks until the read comes out of `take_finished`.
 """
 
 from __future__ import annotations

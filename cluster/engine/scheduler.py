@@ -622,10 +622,8 @@ class Scheduler:
 class _HeadNeed:
     """What the head of the queue needs, by what was cached of it when it was looked up.
 
-    To look up a long prompt's blocks takes a millisecond, and it may wait for seconds, so that is
-    not done in every step: only when as many blocks are free as it needs, or when the first block
-    that was missing is cached. If others come to hold blocks of its cached head meanwhile, that
-    many fewer are free, and it waits until they end at the latest.
+    To look up a long prompt's blocks takes a millisecond: that is done only when as many blocks are
+    free as it needs, or when the first block that was missing is cached.
     """
 
     seq: Sequence

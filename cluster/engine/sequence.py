@@ -1,9 +1,7 @@
-"""A sequence: one request's tokens and how far an engine has got with them.
+"""A sequence: one request's tokens and how far an engine has got with them; and a step's `Batch` of
+them.
 
-`token_ids` only ever grows, so whatever was derived from its head (block hashes, computed KV)
-stays right, even after a pre-emption.
-
-A `Batch` is a step in the making: the sequences that the scheduler chose, until they are a plan.
+`token_ids` only ever grows, so whatever was derived from its head stays right.
 """
 
 from __future__ import annotations

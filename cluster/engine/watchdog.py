@@ -1,16 +1,12 @@
 """Which rank keeps a group from stepping: two clocks over what ranks say of themselves.
 
 1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
-   `SILENT_AFTER_S`, or what its owner allows, is named, followers included: its process is
-   stopped, or its machine is.
-2. Step. Ranks wait for one another, so most of a stuck group only waits: only the rank furthest
-   behind is judged. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
-   steps was expected to take if that is more: a rank with few tokens waits for those with many.
-   While any rank is silent, this clock judges none: either the rank answers, or the heartbeat
-   clock names it.
+   `SILENT_AFTER_S`, or what its owner allows, is named, followers included.
+2. Step. Ranks wait for one another, so only the rank furthest behind is judged. It is stuck after
+   `watchdog_s`, or five times what the longest of the ranks' steps was expected to take if that is
+   more. While any rank is silent, this clock judges none.
 
-There is no I/O and no clock here. The group's owner tells it when heartbeats arrive and what time
-it is.
+There is no I/O and no clock here.
 """
 
 from __future__ import annotations
@@ -130,10 +126,9 @@ class Watchdog:
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     """Return how far a rank is: a smaller one is further behind.
 
-    A vote wakes every rank that sleeps. So one that sleeps is behind those that have voted for the
-    next step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
-    without work: it waits for what its leader plans next, and is behind once that runs. A leader
-    may plan ahead of a step that its follower has received and not begun.
+    A vote wakes every rank that sleeps: one that does is behind those that have voted for the next
+    step, and ahead of one that plans it. A follower hears nothing of steps without work: it waits
+    for what its leader plans next, which may be ahead of a step that it has received and not begun.
     """
     if beat.is_asleep:
         return beat.step + 1, ASLEEP

@@ -29,8 +29,8 @@ from model.sampler import SamplingTensors, draw_uniform
 class StepBatch:
     """One step's tensors, views of the static buffers.
 
-    input_ids, positions: [T], padded; logits_index, sampled_rows: [N], the tokens whose logits are
-    sampled, and the rows that they belong to.
+    input_ids, positions: [T], padded; logits_index, sampled_rows: [N], of the tokens that are
+    sampled.
     """
 
     input_ids: torch.Tensor

@@ -368,10 +368,6 @@ class Inbox:
 
 
 def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:
-    """Return how long a submission may be.
-
-    A token takes up to 5 bytes; in a handed over sequence with blocks of one token, its block's id
-    and generation as much again each. The rest is for biases, stop tokens and the ranks that hold
-    the KV.
-    """
+    """Return how long a submission may be: a token takes up to 5 bytes, and as much again for its
+    block's id and generation in a handed over sequence with blocks of one token."""
     return (256 << 10) + 4 * MAX_GRAMMAR_CHARS + vocab_size // 8 + 16 * max_model_len

@@ -1,10 +1,4 @@
-"""What leaders and followers share: a loaded model, what moves its KV, and their figures.
-
-1. The rank joins its group.
-2. The runner loads and compiles the model, allocates the KV pool and captures graphs.
-3. The connector starts what the role moves KV with, on that pool.
-4. All ranks of the group wait for one another: the first step finds them ready.
-"""
+"""What leaders and followers share: a loaded model, what moves its KV, and their figures."""
 
 from __future__ import annotations
 

@@ -1,15 +1,9 @@
 """What the ranks of a group say to each other. Both ends of every connection open with a hello.
 
-A leader and its tensor-parallel followers:
-
-1. The leader sends each step's plan, and between steps what to do to slices of KV; in order, and
-   nothing is acknowledged.
-2. A follower reports which of its handoffs and reads have ended, and once that it has loaded what
-   was compiled. It has no other state that its leader did not tell it.
-
-Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
-votes. Frames on a connection are a strict sequence, vote and confirm of one step after the other.
-Everything else is an error that names the sender.
+A leader sends its followers each step's plan, and between steps what to do to slices of KV. A
+follower reports which of its handoffs and reads have ended, and once that it has loaded what was
+compiled. Data-parallel leaders send each other, in every step, a `Vote` (`messages.py`) and then
+what they made of all votes. Everything else is an error that names the sender.
 """
 
 from __future__ import annotations

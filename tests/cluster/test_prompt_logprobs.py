@@ -164,7 +164,7 @@ def test_pre_emption_gives_them_once(oracle: Any) -> None:
     outputs = run(engine, requests)
     for i, prompt in enumerate(prompts):
         check(oracle, prompt, only_first(outputs[str(i)]))
-    assert engine.stats().num_preemptions > 3
+    assert engine.scheduler.stats().num_preemptions > 3
 
 
 def test_a_resumed_sequence_has_had_them(oracle: Any) -> None:

@@ -100,9 +100,9 @@ def test_planning_ahead_changes_no_output(engines: dict[str, LLM], seed: int) ->
     params = [of_all_kinds(rng, rng.sample(range(vocab), 40)) for _ in prompts]
     found = {}
     for overlap, llm in engines.items():
-        before = llm.engine.stats().num_preemptions
+        before = llm.engine.scheduler.stats().num_preemptions
         found[overlap] = llm.generate(prompts, params)
-        stats = llm.engine.stats()
+        stats = llm.engine.scheduler.stats()
         assert stats.num_preemptions > before
         assert stats.num_free_blocks == stats.num_blocks == SIZES["num_kv_blocks"]
         assert not llm.engine.has_unfinished
