@@ -9,8 +9,7 @@
    name a stage that all ranks enter first (`cluster/engine/compile_switch.py`).
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
-The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `lockstep.py`, `Lockstep`.
+The loop that calls `step` is in `cluster/rank/leader.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Channel(Protocol):
         """Note what a step drew where followers draw along: they are checked two steps later."""
 
 
-class Executor(Protocol):
+class Runner(Protocol):
     """Runs plans on this rank, one after the other; shared by leaders and followers."""
 
     switch: CompileSwitch
@@ -66,7 +65,7 @@ class Executor(Protocol):
 
 
 class Engine:
-    """One data-parallel rank's scheduler with its own executor and the way to its followers'.
+    """One data-parallel rank's scheduler with its own runner and the way to its followers'.
 
     `agreed` is the agreement of the last step; without work, the loop may sleep until a peer votes
     for the next one. `is_draining`: this rank was asked to end; the group ends once all ranks were.
@@ -74,12 +73,12 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, executor: Executor
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, runner: Runner
     ) -> None:
         self.scheduler = scheduler
         self.lockstep = lockstep
         self.channel = channel
-        self.executor = executor
+        self.runner = runner
         self.agreed: StepAgreement | None = None
         self.is_draining = False
 
@@ -92,11 +91,11 @@ class Engine:
             return self.scheduler.take_outputs()
         if self.channel is not None:
             self.channel.send(plan, agreed)
-        sampled = self.executor.execute(plan, agreed, self.lockstep.confirm)
+        sampled = self.runner.execute(plan, agreed, self.lockstep.confirm)
         return self.scheduler.update(plan, sampled)
 
     def _agree(self, plan: StepPlan) -> StepAgreement:
-        switch = self.executor.switch
+        switch = self.runner.switch
         vote = plan.vote(
             draining=self.is_draining,
             stage=switch.stage,
@@ -131,7 +130,7 @@ class OverlappedEngine(Engine):
     1. `scheduler.schedule_ahead()` plans the next step. A sequence whose last token is being drawn
        is planned with `PENDING` in its place: the ranks have it on the device.
     2. Leaders agree and followers get the plan, as in the plain step.
-    3. `executor.launch` puts the step behind the one in flight.
+    3. `runner.launch` puts the step behind the one in flight.
     4. The step in flight is retired: wait for its tokens, tell the channel, book them.
 
     A stop token is seen one step late, so a sequence that ends by one has been computed once more:
@@ -145,13 +144,13 @@ class OverlappedEngine(Engine):
     """
 
     def __init__(
-        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, executor: Executor
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, runner: Runner
     ) -> None:
-        super().__init__(scheduler, lockstep, channel, executor)
+        super().__init__(scheduler, lockstep, channel, runner)
         self._in_flight: tuple[StepPlan, Any] | None = None
 
     def step(self) -> list[EngineOutput]:
-        if self._in_flight is not None and not self.executor.switch.is_over:
+        if self._in_flight is not None and not self.runner.switch.is_over:
             return self._retire()
         plan = self.scheduler.schedule_ahead()
         if plan is None:
@@ -162,7 +161,7 @@ class OverlappedEngine(Engine):
             return self._retire()
         if self.channel is not None:
             self.channel.send(plan, agreed)
-        launched = self.executor.launch(plan, agreed, self.lockstep.confirm)
+        launched = self.runner.launch(plan, agreed, self.lockstep.confirm)
         outputs = self._retire()
         self._in_flight = plan, launched
         return outputs
@@ -171,7 +170,7 @@ class OverlappedEngine(Engine):
         if self._in_flight is None:
             return self.scheduler.take_outputs()
         (plan, launched), self._in_flight = self._in_flight, None
-        sampled = self.executor.wait(launched)
+        sampled = self.runner.wait(launched)
         if self.channel is not None:
             self.channel.note_drawn(sampled.token_ids)
         return self.scheduler.update(plan, sampled)

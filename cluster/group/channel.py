@@ -41,6 +41,8 @@ Waiting = Callable[[str], None]
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
 """Between two steps, of all followers together; a step begins a few."""
+SILENCE_TIMEOUT_S = 60.0
+"""The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
 
 
 class StepSender:
@@ -181,10 +183,6 @@ _STILL_THERE = encode(StillThere())
 
 def _name(tp_rank: int) -> str:
     return f"follower tp={tp_rank}"
-
-
-SILENCE_TIMEOUT_S = 60.0
-"""The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
 
 
 class PeerSockets:

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
-from cluster.engine.engine import Executor
+from cluster.engine.engine import Runner
 from cluster.group.channel import StepReceiver
 from cluster.group.context import RankContext
 from cluster.group.rendezvous import Rendezvous
@@ -61,7 +61,7 @@ class FollowerLoop:
         name: str,
         *,
         receiver: PlanReceiver,
-        runner: Executor,
+        runner: Runner,
         digester: StepDigester,
         holder: HandoffHolder | None,
         reader: KVReader | None,

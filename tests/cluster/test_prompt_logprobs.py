@@ -108,13 +108,13 @@ def test_logits_of_a_chunk_are_computed_in_pieces(
     [prompt] = prompts_for(1)
     engine = make_engine(oracle)
     rows: list[int] = []
-    real = engine.executor.model.compute_logits  # type: ignore[attr-defined]
+    real = engine.runner.model.compute_logits  # type: ignore[attr-defined]
 
     def compute_logits(hidden: torch.Tensor) -> Any:
         rows.append(len(hidden))
         return real(hidden)
 
-    engine.executor.model.compute_logits = compute_logits  # type: ignore[attr-defined]
+    engine.runner.model.compute_logits = compute_logits  # type: ignore[attr-defined]
     check(oracle, prompt, only_first(run(engine, [make_request("0", prompt)])["0"]))
     assert max(rows) == 13 and sum(rows) == len(prompt) - 1 + 4
 

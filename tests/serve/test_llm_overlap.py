@@ -30,7 +30,7 @@ def engines() -> dict[str, LLM]:
 
 
 class Counting:
-    """Notes what an engine's executor is told."""
+    """Notes what an engine's runner is told."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -120,13 +120,13 @@ def test_steps_are_planned_before_the_tokens_of_the_last_are_known(
     llm = engines["on"]
     assert isinstance(llm.engine, OverlappedEngine)
     assert not isinstance(engines["off"].engine, OverlappedEngine)
-    runner = llm.engine.executor
-    llm.engine.executor = counting = Counting(llm.runner)
+    runner = llm.engine.runner
+    llm.engine.runner = counting = Counting(llm.runner)
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     try:
         [output] = llm.generate([[7, 8, 9]], SamplingParams(**greedy))
     finally:
-        llm.engine.executor = runner
+        llm.engine.runner = runner
     tokens = output.outputs[0].token_ids
     assert counting.most_in_flight == 2
     # All but the first step take their token from the one before; none computes the last token.

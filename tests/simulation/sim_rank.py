@@ -146,7 +146,7 @@ class SimRank:
 
 
 class SimRunner:
-    """The executor: takes time, waits for all ranks in collectives, and checks what they run."""
+    """The runner: takes time, waits for all ranks in collectives, and checks what they run."""
 
     def __init__(self, rank: SimRank) -> None:
         self._rank = rank
