@@ -101,8 +101,6 @@ class _File(_Kept, frozen=True, kw_only=True):
 
 
 class _Generation(msgspec.Struct):
-    """A `generation_config.json`."""
-
     eos_token_id: _EndTokens = None
 
 
@@ -224,7 +222,6 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
 
 @contextmanager
 def _named(source: Path | str) -> Iterator[None]:
-    """Name the file in errors of its fields."""
     try:
         yield
     except FieldError as error:

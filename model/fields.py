@@ -91,7 +91,6 @@ def _words(bare: Any, metas: list[Meta]) -> str:
 
 @cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of a struct's fields, with their bounds."""
     return get_type_hints(kind, include_extras=True)
 
 
@@ -169,7 +168,6 @@ def _hint(kind: Any, found: str) -> str:
 
 
 def _of_length(bound: re.Match[str], kind: Any, found: Any) -> tuple[str, object]:
-    """Return what is wanted of a length, and what was found."""
     noun, sign, limit = bound.groups()
     of_noun = {"str": str, "array": list, "object": dict}[noun]
     pairs = [pair for pair in members(kind) if (get_origin(pair[0]) or pair[0]) is of_noun]

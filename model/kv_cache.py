@@ -20,10 +20,7 @@ from compile.errors import FieldError
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What a block of KV is made of.
-
-    Invariant: all sizes are positive; two ranks can exchange blocks if their `layout` is equal.
-    """
+    """What a block of KV is made of; two ranks can exchange blocks if their `layout` is equal."""
 
     num_layers: int
     num_kv_heads: int

@@ -33,7 +33,6 @@ def register_group(kind: str, group: dist.ProcessGroup) -> str:
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """Return the group that ops call `name`."""
     try:
         return _groups[name]
     except KeyError:
@@ -43,7 +42,6 @@ def find_group(name: str) -> dist.ProcessGroup:
 
 
 def _all_reduce(x: torch.Tensor, group_name: str) -> None:
-    """Sum `x` over the ranks, in place."""
     dist.all_reduce(x, group=find_group(group_name))
 
 

@@ -74,7 +74,8 @@ def _penalise(logits: torch.Tensor, rows: torch.Tensor, penalties: Penalties) ->
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """How each row is sampled; tensors of length B on the device. A flag may be True in vain."""
+    """How each row is sampled. The tensors have length B and lie on the device; the flags may be
+    True without need, never False against it."""
 
     temperature: torch.Tensor
     """float32; 0 is greedy."""
@@ -203,7 +204,6 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Tensor:
-    """Apply temperature, min-p, top-k and top-p in this order."""
     temperature = tensors.temperature.unsqueeze(-1)
     # Relative to the maximum, so that a tiny temperature gives -inf and never inf - inf.
     relative = logits - logits.amax(dim=-1, keepdim=True)

@@ -127,7 +127,6 @@ def _plan(
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor, from the index or the single file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() or single.is_symlink():
         with _opened(single) as file:

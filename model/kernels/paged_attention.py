@@ -140,7 +140,6 @@ def paged_prefill(
 
 
 def _first_block(position: int, sliding_window: int | None, block_size: int) -> int:
-    """Return the first block that the token at `position` attends to."""
     if sliding_window is None:
         return 0
     return max(position - sliding_window + 1, 0) // block_size

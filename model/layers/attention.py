@@ -65,10 +65,7 @@ class Attention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Rotate q and k, write keys and values, and attend. Returns [T, H, D].
-
-        q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2].
-        """
+        """Rotate, write and attend. q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]."""
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         unified_attention_with_output(q, k, v, cos, sin, output, self.layer_name)
         return output

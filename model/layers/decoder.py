@@ -187,7 +187,6 @@ class CausalLM(nn.Module):
         return static_forward_context((layer.layer_name, layer) for layer in found)
 
     def weight_slices(self, held: Collection[str] = ()) -> Iterator[WeightSlice]:
-        """Describe every tensor that the checkpoint must hold; see `WeightedLayer`."""
         for name, module in self.named_modules():
             if isinstance(module, WeightedLayer):
                 yield from module.weight_slices(name, held)

@@ -186,10 +186,8 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(Linear):
-    """This rank's rows of the vocabulary, to look tokens up, to score them, or both.
-
-    Invariant: what is traced does not depend on the rank; `first_row`, an input, does.
-    """
+    """This rank's rows of the vocabulary, to look tokens up, to score them, or both. What is traced
+    does not depend on the rank; `first_row`, an input, does."""
 
     first_row: torch.Tensor
 

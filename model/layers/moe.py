@@ -189,7 +189,6 @@ def _routed_experts(
 
 
 def _metadata_for(num_tokens: int, data: Shard) -> DPMetadata:
-    """Return how many tokens each data-parallel rank computes in this step, padding included."""
     metadata = get_forward_context().dp_metadata
     found = () if metadata is None else metadata.num_tokens_across_dp
     if metadata is None or len(found) != data.size or found[data.rank] != num_tokens:

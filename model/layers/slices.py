@@ -90,6 +90,5 @@ class WeightSlice:
 
 
 def whole(name: str, layer: WeightedLayer, parameter: str) -> WeightSlice:
-    """Return the slice that fills a parameter with all of a tensor."""
     shape = tuple(layer.get_parameter(parameter).shape)
     return WeightSlice(name, shape, layer, parameter, slice(None), 0, 0, shape[0])

@@ -141,7 +141,6 @@ def _forget(index: int, handle: torch.Tensor) -> None:
 
 
 def _entry(handle: torch.Tensor) -> _Entry:
-    """Return the entry of a handle, or of a copy of one."""
     entry = _entry_at.get(handle.data_ptr())
     return _table[int(handle)] if entry is None else entry
 
@@ -181,7 +180,6 @@ def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [O, I] as tiles."""
     library, kernel = native_library(), native_function("pack_linear", weight.dtype)
     assert library is not None
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

@@ -46,7 +46,6 @@ def _key(logits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weight(logits: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """Return exp(logits - highest) in fixed point."""
     return (tl.exp(logits.to(tl.float64) - highest.to(tl.float64)) * ONE + 0.5).to(tl.int64)
 
 
@@ -191,7 +190,6 @@ def _filter_kernel(
     NUM_CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write what stays, once all digits were summed."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf"))

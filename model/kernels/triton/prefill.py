@@ -21,7 +21,6 @@ from model.kernels.triton.tiles import LOG2_E, AttentionTiles, arch_of, prefill_
 
 @triton.jit
 def _tile_of_sequence(cu_seqlens_q: tl.tensor, seq: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
-    """Return the number of a sequence's first tile."""
     return (tl.load(cu_seqlens_q + seq) - tl.load(cu_seqlens_q)) // BLOCK_Q + seq
 
 
