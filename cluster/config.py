@@ -1,8 +1,7 @@
 """`EngineConfig`: everything an engine is told, frozen and resolved once.
 
 Bounds of single fields are those of the arguments that they come from; what fields say together is
-checked here. Nothing is filled in later. What depends on the machine (device, dtype, blocks,
-threads) is resolved by functions that return a new configuration.
+checked here.
 """
 
 from __future__ import annotations
@@ -57,14 +56,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV pool of one rank."""
-
     block_size: int = 16
-    """Tokens per block."""
     num_kv_blocks: int | None = None
     """None: as many as the memory below holds."""
     kv_memory_bytes: int = 1 << 30
-    """Memory for KV on CPU."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV on a GPU."""
     enable_prefix_caching: bool = True
@@ -75,7 +70,6 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_num_seqs: int = 64
-    """Sequences that run at once."""
     max_num_batched_tokens: int = 2048
     """Tokens of one step: decodes and prefill chunks together."""
 
@@ -117,7 +111,6 @@ class EngineConfig:
     dtype: str = "float32"
     """float32, bfloat16 or float16: of weights, activations and KV."""
     device: str = "cpu"
-    """cpu or cuda."""
     role: Role = Role.MIXED
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -127,12 +120,10 @@ class EngineConfig:
     overlap: bool = False
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
     threads: int = 1
-    """Threads of one rank's tensor operations on CPU."""
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
     steps of that size have taken a fifth of it."""
     log_format: str = "text"
-    """Of the ranks' logs: text or json."""
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.transfer.transport == "shm":
@@ -141,12 +132,10 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Columns of a block table."""
         return -(-self.max_model_len // self.cache.block_size)
 
 
 def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
-    """Return one bundle per rank of a group of this configuration."""
     bundle: dict[str, float] = {"CPU": num_cpus}
     if config.device == "cuda":
         bundle["GPU"] = 1

@@ -43,8 +43,7 @@ CLUSTER_FILES = (
     "wire/messages",
     "engine/watchdog",
     "actors/rank_group",
-    "actors/placement",
-    "actors/board_clients",
+    "actors/status_board",
     "grammar/compile",
     "grammar/masks",
 )

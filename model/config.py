@@ -1,11 +1,8 @@
 """`ModelConfig`: what a checkpoint's `config.json` says about its model, checked when it is read.
 
 The file's fields are declared here once, with their bounds; the values of those that it leaves out
-are the architecture's (`model.families`).
-
-The experts of a sparse model are numbers only. How many there are is read in either spelling:
-`num_experts` is what published Qwen3-MoE files say, and `num_local_experts` what Mixtral's do and
-what transformers 5 writes for both.
+are the architecture's (`model.families`). How many experts there are is read in either spelling:
+`num_experts`, as published Qwen3-MoE files have it, and Mixtral's `num_local_experts`.
 """
 
 from __future__ import annotations
@@ -104,8 +101,6 @@ class _File(_Kept, frozen=True, kw_only=True):
 
 
 class _Generation(msgspec.Struct):
-    """A `generation_config.json`."""
-
     eos_token_id: _EndTokens = None
 
 
@@ -116,16 +111,12 @@ _COMMON = set(_File.__struct_encode_fields__) - _PARTICULAR
 
 @dataclass(frozen=True)
 class Experts:
-    """What the sparse layers of a model have in common.
-
-    Invariant: `num_experts_per_tok` is at most `num_experts`; `is_sparse` has an entry for each
-    layer, and at least one of them is set.
-    """
+    """What the sparse layers of a model have in common. Invariant: `num_experts_per_tok` is at most
+    `num_experts`, and at least one layer of `is_sparse` is set."""
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    """Of each expert."""
     norm_topk_prob: bool
     """Whether the weights of a token's experts are scaled to the sum 1."""
     is_sparse: tuple[bool, ...]
@@ -146,7 +137,6 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
     layer_windows: tuple[int | None, ...]
     """Each layer's sliding window: a token attends to so many, itself the last; None: to all."""
     experts: Experts | None
-    """None for a dense model."""
     dtype: CheckpointDtype
     """Of the tensors in the checkpoint."""
     eos_token_ids: tuple[int, ...]
@@ -168,15 +158,11 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
         windows = [window for window in self.layer_windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether any layer has a dense MLP."""
-        return self.experts is None or not all(self.experts.is_sparse)
-
     def tensor_parallel_sizes(self, data_parallel_size: int = 1) -> list[int]:
         """Return how many ranks can hold the model together, with so many of them that do."""
         kv_heads = self.num_kv_heads
-        num_split = self.intermediate_size if self.has_dense_layers else 0
+        is_dense = self.experts is None or not all(self.experts.is_sparse)
+        num_split = self.intermediate_size if is_dense else 0
         num_experts = 0 if self.experts is None else self.experts.num_experts
         return [
             n
@@ -188,11 +174,8 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
 
     @classmethod
     def from_dir(cls, path: Path | str) -> ModelConfig:
-        """Read `config.json` and, where there is one, `generation_config.json` of a checkpoint.
-
-        Raises:
-            FieldError: a file is missing, is not JSON or holds what cannot be used.
-        """
+        """Read `config.json` and, where there is one, `generation_config.json` of a checkpoint; a
+        FieldError if one is missing, is not JSON or holds what cannot be used."""
         directory = Path(path)
         config_path = directory / "config.json"
         generation_path = directory / "generation_config.json"
@@ -211,12 +194,8 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
         *,
         eos_token_id: int | list[int] | None = None,
     ) -> ModelConfig:
-        """Return the configuration that a parsed `config.json` describes.
-
-        Args:
-            source: the file, for messages.
-            eos_token_id: end tokens that beat those of `values`; None where there are none.
-        """
+        """Return the configuration that a parsed `config.json` describes; `source` is the file, for
+        messages, and `eos_token_id` beats that of `values`."""
         with _named(source):
             architecture = _architecture(values.get("architectures"))
             defaults = FAMILIES[architecture].defaults
@@ -243,7 +222,6 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
 
 @contextmanager
 def _named(source: Path | str) -> Iterator[None]:
-    """Name the file in errors of its fields."""
     try:
         yield
     except FieldError as error:
@@ -292,7 +270,6 @@ def _rope(file: _File, head_dim: int) -> Rope:
 def _layer_windows(
     file: _File, defaults: Mapping[str, Any], given_types: object
 ) -> tuple[int | None, ...]:
-    """Return each layer's sliding window."""
     window, types = file.sliding_window if file.use_sliding_window else None, file.layer_types
     if "sliding_window" in defaults and "layer_types" not in defaults and given_types is not None:
         wanted = "none (the layers of this architecture are alike)"
@@ -334,8 +311,7 @@ def _experts(file: _File, given: Mapping[str, Any]) -> Experts | None:
 def fingerprint(checkpoint_dir: Path) -> bytes:
     """Return a digest of a checkpoint's configuration, tokenizer and weights: equal for copies.
 
-    Weights are sampled: two that were trained on from the same model differ in nearly all of their
-    numbers; a change of a few is not noticed.
+    Weights are sampled: a change of a few numbers is not noticed.
     """
     digest = hashlib.sha256()
     for path in sorted(checkpoint_dir.iterdir()):

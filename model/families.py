@@ -1,9 +1,7 @@
 """The one table of model families, by Hugging Face architecture name.
 
 All are pre-norm decoders with grouped-query attention, rotary positions and gated MLPs or experts.
-A row holds what is particular to one: the fields of its `config.json`, with the values of those
-that a file leaves out, and how its layers differ. The Hugging Face transformers library is not
-imported here; a test compares the values with the library's.
+A row holds what is particular to one. A test compares the values with the transformers library's.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ class ExpertNames:
     """What the checkpoints of a family call an expert's tensors."""
 
     block: str
-    """The sparse MLP within its layer."""
     gate: str
     up: str
     down: str
@@ -26,17 +23,14 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular to an architecture."""
-
     defaults: Mapping[str, Any]
-    """Values of the fields that `config.json` leaves out. A field of other families alone is
+    """Values of the fields that `config.json` leaves out; a field of other families alone is
     ignored."""
     has_qkv_bias: bool = False
     """Queries, keys and values have biases whatever `attention_bias` says."""
     has_head_norms: bool = False
     """Each head of queries and keys is normalised before it is rotated."""
     expert_names: ExpertNames | None = None
-    """None for a dense family."""
 
 
 _SHARED: dict[str, Any] = {

@@ -1,9 +1,8 @@
 """How values from outside become structs, and what an error says of a value that cannot.
 
 A field is declared once: its type has the bounds (`Meta`), and the words for them where the bounds
-alone would not do. From it msgspec checks the value, an error says what was wanted, and
-`/openapi.json` and the pages in serve/docs/reference are written. Arguments of `deploy`, requests
-and a checkpoint's files are all read this way.
+alone would not do. Arguments of `deploy`, requests and a checkpoint's files are all read this way,
+and `/openapi.json` and the pages in serve/docs/reference are written from it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from compile.errors import FieldError, Words
 T = TypeVar("T")
 
 LARGEST_INDEX = 2**31 - 1
-"""A bound of integers that is none to a user."""
 _AT = re.compile(r" - at `(key` in `)?\$(.*)`")
 _KEY = re.compile(r"\.([^.\[]+)|\[([^\]]+)\]")
 _INDICES = re.compile(r"(\[[^\]]+\])+$")
@@ -35,11 +33,8 @@ _LENGTH = re.compile(r"Expected `(\w+)` of length (<=|>=) (\d+)")
 
 
 def says(words: str, hints: Mapping[str, str] | None = None) -> Meta:
-    """Return what a field's type says of its values, where bounds alone would not do.
-
-    Args:
-        hints: what an error adds for some words that were found, and for others (the empty one).
-    """
+    """Return what a field's type says of its values; `hints` are what an error adds for some words
+    that were found, and for others (the empty one)."""
     return Meta(extra={"wanted": words, "hints": hints or {}})
 
 
@@ -53,20 +48,17 @@ class Source(Enum):
     """Where a value comes from, and so what an error says if it has another type."""
 
     ARGUMENT = "argument"
-    """Of the command line or YAML, where text stands for numbers, true and false too: the type is
-    wanted, and the value is quoted."""
+    """Of the command line or YAML, where text stands for numbers too: a type, and the quoted value.
+    """
     JSON = "json"
-    """Of a request's body: the type is wanted, and a type was found."""
+    """Of a request's body: a type is wanted, and a type was found."""
     PYTHON = "python"
-    """Of a call, or of a checkpoint's files: what is wanted in words, and the value is quoted."""
+    """Of a call, or of a checkpoint's files: what is wanted in words, and the quoted value."""
 
 
 def convert(found: Any, kind: type[T], source: Source, at: str = "") -> T:
-    """Return `found`, which is at `at` in what a user gave, as a `kind`.
-
-    Raises:
-        FieldError: names the field by its path, as in `messages[0].content`.
-    """
+    """Return `found`, which is at `at` in what a user gave, as a `kind`; a FieldError names the
+    field by its path, as in `messages[0].content`."""
     try:
         return msgspec.convert(found, kind, strict=source is not Source.ARGUMENT)
     except msgspec.ValidationError as error:
@@ -99,7 +91,6 @@ def _words(bare: Any, metas: list[Meta]) -> str:
 
 @cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of a struct's fields, with their bounds."""
     return get_type_hints(kind, include_extras=True)
 
 
@@ -177,7 +168,6 @@ def _hint(kind: Any, found: str) -> str:
 
 
 def _of_length(bound: re.Match[str], kind: Any, found: Any) -> tuple[str, object]:
-    """Return what is wanted of a length, and what was found."""
     noun, sign, limit = bound.groups()
     of_noun = {"str": str, "array": list, "object": dict}[noun]
     pairs = [pair for pair in members(kind) if (get_origin(pair[0]) or pair[0]) is of_noun]
@@ -194,7 +184,6 @@ def _of_length(bound: re.Match[str], kind: Any, found: Any) -> tuple[str, object
 
 
 def _inner(kind: Any, found: Any, key: str) -> tuple[Any, Any]:
-    """Return the type and the value of a field, or of an item."""
     for bare, _ in members(kind):
         if is_struct(bare) and isinstance(found, dict):
             index = bare.__struct_encode_fields__.index(key)

@@ -37,7 +37,7 @@ def _cut(text: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a regular file, or a link to one, holds; no key comes twice."""
+    """Return the JSON object that a regular file holds; no key comes twice."""
     check_file(path)
     try:
         size = path.stat().st_size
@@ -57,10 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is not a regular file: opening a pipe or a device might never return.
-
-    Links are followed: caches store a checkpoint's files as links to their contents.
-    """
+    """Refuse what is not a regular file, or a link to one: opening a pipe might never return."""
     try:
         path.stat()
     except (OSError, ValueError) as error:

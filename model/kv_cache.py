@@ -20,17 +20,12 @@ from compile.errors import FieldError
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What a block of KV is made of.
-
-    Invariant: all sizes are positive; two ranks can exchange blocks if their `layout` is equal.
-    """
+    """What a block of KV is made of; two ranks can exchange blocks if their `layout` is equal."""
 
     num_layers: int
     num_kv_heads: int
-    """Of this rank's shard."""
     head_dim: int
     block_size: int
-    """Tokens per block."""
     dtype: torch.dtype
 
     @property
@@ -40,7 +35,6 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
         elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
         return elements * self.dtype.itemsize
 
@@ -58,20 +52,12 @@ class KVCacheSpec:
     def allocate(
         self, num_blocks: int, device: torch.device, storage: memoryview | None = None
     ) -> torch.Tensor:
-        """Return a pool of zeros for `num_blocks` blocks beside the scratch block 0.
+        """Return a pool of zeros for `num_blocks` blocks beside block 0: [num_blocks + 1, L, 2, B,
+        H, D].
 
-        On a CPU the pool takes physical memory block by block as it is first written: zeros from
-        the operating system cost nothing until then, zeros that are written cost it all at once.
-
-        Args:
-            storage: writable memory of exactly the pool's size to live in, on a CPU, fresh from
-                the operating system and so zero already.
-
-        Returns:
-            [num_blocks + 1, L, 2, B, H, D]
-
-        Raises:
-            FieldError: `storage` has another size.
+        On a CPU the pool takes physical memory block by block as it is first written. `storage` is
+        memory of exactly its size to live in, on a CPU, fresh from the operating system and so zero
+        already.
         """
         shape = (num_blocks + 1, *self.block_shape)
         size = (num_blocks + 1) * self.block_bytes

@@ -1,12 +1,8 @@
 """`Shard`: one rank's place in a group of ranks, and the collectives of that group.
 
-With one rank every method is the identity, so that layers are written once and never ask whether
-they are alone.
-
-Collectives are opaque ops that find their group by a name. A traced graph holds a group's name,
-never the group, and the name is the same in every rank's process. So the graphs of all ranks are
-equal, and so is what is compiled from them. An op that sums writes into its argument: copying it
-first would cost a tenth of the collective.
+With one rank every method is the identity. Collectives are opaque ops that find their group by a
+name, which is the same in every rank's process, so the graphs of all ranks are equal. An op that
+sums writes into its argument: copying it first would cost a tenth of the collective.
 """
 
 from __future__ import annotations
@@ -29,18 +25,14 @@ _lock = threading.Lock()
 
 
 def register_group(kind: str, group: dist.ProcessGroup) -> str:
-    """Return the name by which ops find `group`, the same one for the same group.
-
-    A process's only group of a kind is called `kind`. Ranks that share a process, as threads, have
-    groups of their own: `kind.1` and so on.
-    """
+    """Return the name by which ops find `group`, the same one for the same group: `kind`, or
+    `kind.1` and so on where ranks share a process."""
     names = itertools.chain([kind], (f"{kind}.{number}" for number in itertools.count(1)))
     with _lock:
         return next(name for name in names if _groups.setdefault(name, group) is group)
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """Return the group that ops call `name`."""
     try:
         return _groups[name]
     except KeyError:
@@ -50,7 +42,6 @@ def find_group(name: str) -> dist.ProcessGroup:
 
 
 def _all_reduce(x: torch.Tensor, group_name: str) -> None:
-    """Sum `x` over the ranks, in place."""
     dist.all_reduce(x, group=find_group(group_name))
 
 
@@ -82,21 +73,16 @@ def _all_gather_fake(
 
 
 def _gather(x: torch.Tensor, parts: torch.Tensor, group_name: str) -> None:
-    """Bring the ranks' tensors of equal shape to rank 0.
-
-    parts: [ranks, *shape of x] on rank 0; empty on others, where the op must not look as if it did
-    nothing.
-    """
+    """Bring the ranks' tensors of equal shape to rank 0. parts: [ranks, *shape of x] there, else
+    empty."""
     group = find_group(group_name)
     found = list(parts.unbind(0)) if group.rank() == 0 else None
     dist.gather(x, found, group=group, group_dst=0)
 
 
 def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> torch.Tensor:
-    """Return this rank's rows of the sum of `x` over the ranks; rank i's are `sizes[i]`.
-
-    A plain function for the inside of opaque ops. x: [sum of sizes, ...].
-    """
+    """Return this rank's rows of the sum of `x` [sum of sizes, ...] over the ranks, inside of
+    opaque ops."""
     group = find_group(group_name)
     if len(sizes) != group.size() or x.shape[0] != sum(sizes):
         wanted = f"{group.size()} with the sum {x.shape[0]}"
@@ -117,10 +103,7 @@ class Shard:
     """Rank `rank` of `size` ranks that hold a model together.
 
     Experts are spread over a grid: these ranks, which compute the same tokens, times the
-    data-parallel ranks, which compute others. Ranks of the grid are numbered data-parallel rank
-    first; each holds whole experts, as many as any other.
-
-    Invariant: 0 <= rank < size. `group` carries the tensors where size > 1.
+    data-parallel ranks, which compute others. Each holds whole experts, as many as any other.
     """
 
     rank: int = 0
@@ -129,10 +112,9 @@ class Shard:
     kind: str = "tp"
     """Of the group: `tp` for ranks that compute the same tokens, `dp` for others."""
     data: Shard | None = None
-    """The data-parallel ranks that share their experts, this rank among those of its own rank
-    here; its kind is `dp`. None where no other rank computes other tokens."""
+    """The data-parallel ranks that share their experts; None where no other rank computes other
+    tokens."""
     group_name: str = field(init=False, default="")
-    """What ops call the group."""
 
     def __post_init__(self) -> None:
         if self.group is not None:
@@ -147,21 +129,15 @@ class Shard:
         return cls(group.rank(), group.size(), group, kind=group_name.partition(".")[0])
 
     def divide(self, name: str, total: int) -> int:
-        """Return one rank's part of `total`.
-
-        Raises:
-            FieldError: `total`, called `name`, is not a multiple of the ranks.
-        """
+        """Return one rank's part of `total`, called `name` in the FieldError if it is not a
+        multiple."""
         if total % self.size:
             raise FieldError(name, f"a multiple of tensor_parallel_size={self.size}", total)
         return total // self.size
 
     def own_experts(self, num_experts: int) -> range:
-        """Return the numbers of the experts that this rank of the grid holds.
-
-        Raises:
-            FieldError: the experts are not a multiple of the ranks.
-        """
+        """Return the numbers of the experts that this rank of the grid holds; a FieldError if that
+        is uneven."""
         data = self.data or Shard()
         if num_experts % (self.size * data.size):
             sizes = f"tensor_parallel_size={self.size}"
@@ -173,10 +149,8 @@ class Shard:
         return range(first, first + count)
 
     def slice(self, total: int) -> slice:
-        """Return this rank's part of `total` items: equal parts, rounded up, the last one short.
-
-        With few items the last parts are empty.
-        """
+        """Return this rank's part of `total` items: equal parts, rounded up, the last ones short or
+        empty."""
         part = -(-total // self.size)
         start = min(self.rank * part, total)
         return slice(start, min(start + part, total))
@@ -188,10 +162,8 @@ class Shard:
         return t
 
     def gather(self, t: torch.Tensor, dim: int) -> torch.Tensor | None:
-        """Return the ranks' tensors, which have equal shapes, joined along `dim` in rank order.
-
-        Rank 0 alone gets them: the others send theirs and return None.
-        """
+        """Return the ranks' tensors of equal shapes joined along `dim` in rank order, on rank 0;
+        else None."""
         if self.size == 1:
             return t
         t = t.contiguous()
@@ -213,10 +185,8 @@ class Shard:
         return joined
 
     def reduce_scatter(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return this rank's rows of the sum of `t` over the ranks, which may overwrite `t`.
-
-        Rank i's rows are `sizes[i]`; `t` has all of them.
-        """
+        """Return this rank's `sizes[rank]` rows of the sum of `t` over the ranks, which may
+        overwrite `t`."""
         return t if self.size == 1 else reduce_scatter(t, sizes, self.group_name)
 
 

@@ -1,8 +1,7 @@
 """Rotary position embedding as a configuration describes it, one class for each kind.
 
-These are numbers only, checked when they are read, in either spelling (`rope_parameters`, as
-transformers 5 writes it, or the older `rope_scaling` beside `rope_theta`). `model.layers.rotary`
-computes angles from them.
+These are numbers only, in either spelling (`rope_parameters`, as transformers 5 writes it, or the
+older `rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ class LinearRope:
 class DynamicRope:
     """A base that grows with the sequence beyond `original_len` (dynamic NTK scaling).
 
-    A cached key keeps the angles of the length at which it was computed: for prompts of at most
-    `original_len` tokens they follow from the position alone, so that keys can be shared, moved and
-    computed again; a longer prompt's would depend on its length, and is refused.
+    A cached key keeps the angles of the length at which it was computed: a longer prompt's would
+    depend on its length, and is refused.
     """
 
     theta: float
@@ -106,11 +104,7 @@ Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
 def longest_context(rope: Rope, max_position_embeddings: int) -> int:
-    """Return how many positions the scaling is made for.
-
-    Files differ in whether `max_position_embeddings` counts the scaling; the larger reading is
-    allowed, the written one is the default.
-    """
+    """Return how many positions the scaling is made for: the larger of what files may mean."""
     match rope:
         case LinearRope():
             scaled = max_position_embeddings * rope.factor
@@ -130,10 +124,8 @@ def read_rope(
     original_len: int | None,
     head_dim: int,
 ) -> Rope:
-    """Return the embedding that parameters of a file, which it calls `name`, describe.
-
-    The file's own `theta` is beaten by the parameters' base; its `original_len` beats their length.
-    """
+    """Return the embedding that parameters of a file, which it calls `name`, describe. Their base
+    beats `theta`; `original_len` beats their length."""
     theta = given.rope_theta or theta
     original_len = original_len or given.original_max_position_embeddings or max_position_embeddings
 

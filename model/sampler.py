@@ -1,9 +1,8 @@
 """Draw tokens from logits, a whole batch at once and without waiting for a GPU.
 
-A row's token depends on its own logits, parameters and uniform number alone. Filters that other
-rows ask for leave a row untouched bit by bit, so a seeded request gives the same tokens alone and
-in any batch. A request may have its logits adjusted before that: bias, masks, penalties. A row that
-asks for none passes through unchanged bit by bit: its bias is 0, its penalties are 0 and 1.
+A row's token depends on its own logits, parameters and uniform number alone: what other rows ask
+for leaves it untouched bit by bit, so a seeded request gives the same tokens alone and in any
+batch.
 
 Shapes: B rows, R rows of the tables (at least B), V vocabulary, K likeliest tokens reported.
 """
@@ -75,11 +74,8 @@ def _penalise(logits: torch.Tensor, rows: torch.Tensor, penalties: Penalties) ->
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """How each row is sampled. The tensors have length B and lie on the device.
-
-    Invariant: the flags are computed from the same values on the host; a flag may be True without
-    need, never False against it.
-    """
+    """How each row is sampled. The tensors have length B and lie on the device; the flags may be
+    True without need, never False against it."""
 
     temperature: torch.Tensor
     """float32; 0 is greedy."""
@@ -98,7 +94,6 @@ class SamplingTensors:
     any_top_p: bool
     any_min_p: bool
     adjustments: Adjustments | None
-    """None where no row wants any."""
     allowed: torch.Tensor | None = None
     """int32 [B, at least V / 32]: bit i % 32 of word i // 32 allows token i; None allows all."""
 
@@ -153,15 +148,12 @@ def costliest_sampling(num_rows: int, vocab_size: int, device: torch.device) -> 
 def sample(
     logits: torch.Tensor, tensors: SamplingTensors, known: torch.Tensor | None = None
 ) -> SamplerOutput:
-    """Draw one token per row. logits: float32 [B, V], raw.
+    """Draw one token per row. logits: float32 [B, V], raw; known: `likeliest(logits)`, if computed
+    before.
 
     The order is vLLM's: bias and allowed tokens, the mask of stop tokens before `min_tokens`,
-    repetition, frequency and presence penalty; what is allowed of these alone, and the likeliest of
-    that for greedy rows; for the others temperature, min-p, top-k, top-p. Logprobs are those of the
-    raw logits.
-
-    Args:
-        known: `likeliest(logits)`, int64 [B], if that was computed before.
+    repetition, frequency and presence penalty; then the likeliest for greedy rows; for the others
+    temperature, min-p, top-k, top-p. Logprobs are those of the raw logits.
     """
     adjusted = logits
     if tensors.adjustments is not None:
@@ -178,10 +170,7 @@ def sample(
 
 
 def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return the first bits of each row, the lowest of a word first, as bool [B, num_bits].
-
-    words: int32 [B, W]
-    """
+    """Return the first bits of rows of int32 [B, W], the lowest first, as bool [B, num_bits]."""
     if words.device.type == "cpu":
         # Eight at a time; torch would make four bytes of each.
         octets = words.numpy().view(np.uint8)
@@ -192,14 +181,13 @@ def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 _WIDTH = 512
-"""Logits per chunk in `likeliest`."""
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Return `logits.argmax(dim=-1)`, the lowest id among equals. logits: [B, V].
 
-    On a CPU torch's argmax visits one value after the other (24 ms for 32 rows of 151,936), while
-    its amax uses vectors: find the first chunk with the maximum, then the place in it.
+    On a CPU torch's argmax visits one value after the other, while its amax uses vectors: find the
+    first chunk with the maximum, then the place in it.
     """
     num_rows, vocab_size = logits.shape
     if logits.device.type != "cpu" or num_rows * vocab_size < 2**16:
@@ -216,7 +204,6 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Tensor:
-    """Apply temperature, min-p, top-k and top-p in this order."""
     temperature = tensors.temperature.unsqueeze(-1)
     # Relative to the maximum, so that a tiny temperature gives -inf and never inf - inf.
     relative = logits - logits.amax(dim=-1, keepdim=True)
@@ -240,10 +227,8 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> SamplerOutput:
-    """Return given tokens with their logprobs, ranks and the likeliest ones of their rows.
-
-    logits: float32 [B, V], raw; token_ids: int64 [B].
-    """
+    """Return given tokens [B] with their logprobs, ranks and the likeliest ones of their rows [B,
+    V]."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(-1))
     ranks = (logits > logits.gather(1, token_ids.unsqueeze(-1))).sum(dim=-1) + 1
@@ -259,13 +244,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def draw_uniform(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) per seed and output position.
+    """Return one number in [0, 1) per seed and output position. seeds: uint64 [B]; positions: int64
+    [B].
 
-    A counter-based generator: SplitMix64 (Steele, Lea and Flood, 2014) with the mixed seed as its
-    state, advanced to `position`. Integer arithmetic modulo 2^64, then the upper 53 bits, so that
-    every platform agrees. Mixing the seed first keeps the streams of neighbouring seeds apart.
-
-    seeds: uint64 [B]; positions: int64 [B], at least 0
+    SplitMix64 (Steele, Lea and Flood, 2014) with the mixed seed as its state, advanced to
+    `position`, in integers, so that every platform agrees. Mixing keeps the streams of neighbouring
+    seeds apart.
     """
     counters = positions.astype(np.uint64) + np.uint64(1)
     bits = _mix(_mix(seeds.astype(np.uint64)) + _GOLDEN * counters)

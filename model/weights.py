@@ -1,9 +1,7 @@
 """Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
 
 The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
-before the first byte of weights is read. What was read must be finite on its device: a NaN would
-otherwise show as nonsense, in one request or in all. A parameter takes memory when its first part
-is read, and its layer is told when the last one is in.
+before the first byte of weights is read. What was read must be finite on its device.
 """
 
 from __future__ import annotations
@@ -41,18 +39,12 @@ ALONE = Shard()
 
 @torch.no_grad()
 def load_weights(
-    model: CausalLM,
-    checkpoint_dir: Path | str,
-    progress: Callable[[int, int], None] | None = None,
+    model: CausalLM, checkpoint_dir: Path | str, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Fill the parameters of `model`, whose weight slices are those of its own shard.
+    """Fill the parameters of `model`; `progress` is called with (tensors done, tensors in all).
 
-    Args:
-        progress: called with (tensors done, tensors in all), first with none done.
-
-    Raises:
-        FieldError: a file or tensor is missing, unknown, broken, of another shape or not finite;
-            names the file and the tensor. The parameters' values mean nothing then.
+    A FieldError names the file and the tensor that is missing, unknown, broken, of another shape or
+    not finite; the parameters' values mean nothing then.
     """
     directory = Path(checkpoint_dir)
     files = _tensor_files(directory)
@@ -87,9 +79,8 @@ def load_weights(
 def has_own_head(checkpoint_dir: Path) -> bool:
     """Return whether a checkpoint holds a head that is not its embeddings.
 
-    A model that was trained on with a head of its own may still be configured as tied; like
-    transformers' the head then counts, and not the configuration. All of both is compared, so that
-    every rank finds the same.
+    Like transformers' it then counts, though the model may be configured as tied. All of both is
+    compared, so that every rank finds the same.
     """
     files = _tensor_files(checkpoint_dir)
     names = ("lm_head.weight", "model.embed_tokens.weight")
@@ -136,7 +127,6 @@ def _plan(
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor, from the index or the single file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() or single.is_symlink():
         with _opened(single) as file:
@@ -174,9 +164,8 @@ def _check(
 ) -> None:
     """Refuse a tensor that is not as the model wants it.
 
-    Args:
-        halves: a tensor of each 16-bit type so far. Only one may occur: read as the other one,
-            numbers are wrong but finite.
+    `halves` has a tensor of each 16-bit type so far. Only one may occur: read as the other one,
+    numbers are wrong but finite.
     """
     field = f"tensor {piece.name}"
     if piece.name not in present:
@@ -222,13 +211,8 @@ def load_model(
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[CausalLM, ModelConfig]:
-    """Return one rank's model in eval mode, without gradients, and its configuration.
-
-    The checkpoint's tensors are converted to `dtype`, that of parameters and activations.
-
-    Raises:
-        FieldError: the checkpoint cannot be used, or not by this many ranks.
-    """
+    """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
+    FieldError if the checkpoint cannot be used, or not by this many ranks."""
     place = Placement(dtype, torch.device(device), shard)
     model, config = _described_model(checkpoint_dir, place)
     load_weights(model, checkpoint_dir, progress)
@@ -241,8 +225,7 @@ def blank_model(
 ) -> tuple[CausalLM, ModelConfig]:
     """Return the model that `load_model` returns on a CPU, without values: to be traced, not run.
 
-    Its parameters are mappings that nothing has touched, and what layers made of them is freed
-    again, so it takes memory for its largest parameter and no more.
+    It takes memory for its largest parameter and no more.
     """
     place = Placement(dtype, torch.device("cpu"), shard)
     model, config = _described_model(checkpoint_dir, place)

@@ -31,8 +31,7 @@ import zmq.asyncio
 
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import FrameError
-from cluster.wire.polling import Budget
-from cluster.wire.sockets import unpack
+from cluster.wire.sockets import Budget, unpack
 from serve.admission import Overloaded
 
 log = logging.getLogger("lockstep.receiving")

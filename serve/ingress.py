@@ -18,9 +18,8 @@ from ray import serve as ray_serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from cluster.actors.board_clients import IngressBoard
 from cluster.actors.gcs_store import application_secret
-from cluster.actors.status_board import NAMESPACE
+from cluster.actors.status_board import NAMESPACE, IngressBoard
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials
 from serve.config import DeployConfig, check_device

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 from cluster.actors.reports import BoardSilent, IngressReport
 from cluster.observe.counts import Counts
-from cluster.observe.load_progress import LoadProgress
+from cluster.observe.load_progress import LoadProgress, keep_what_is_loaded
 from cluster.observe.metrics import MetricsSnapshot
-from cluster.process import keep_what_is_loaded
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
 from serve.config import RETRY_AFTER_S, DeployConfig

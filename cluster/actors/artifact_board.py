@@ -4,8 +4,8 @@
 2. It puts the artifact into Ray's object store and publishes the reference.
 3. The others wait in their claims, and fetch the bytes from the object store of its node.
 
-Nothing depends on it. If a claim waits for too long, a compiler dies or an object is lost, the
-asking rank compiles for itself.
+If a claim waits for too long, a compiler dies or an object is lost, the asking rank compiles
+itself.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ class ArtifactBoard:
 
 
 def create_artifact_board() -> Any:
-    """Create the board of one group, which ends with its last handle."""
     # Every rank may wait in a claim, and one more call must get through to publish.
     return ray.remote(num_cpus=0, max_concurrency=1000)(ArtifactBoard).remote()
 
 
 class RayExchange:
-    """An `ArtifactExchange` over Ray's object store. Used before a rank is ready, never in a step.
-
-    Invariant: what this rank has published lives as long as this object.
-    """
+    """An `ArtifactExchange` over Ray's object store; what it has published lives as long as it
+    does."""
 
     def __init__(self, board: Any) -> None:
         self._board = board
@@ -73,7 +70,6 @@ class RayExchange:
             return None
 
     def publish(self, key: str, data: bytes | None) -> None:
-        """Hand out an artifact, or say that there is none."""
         references: list[Any] = []
         try:
             if data is not None:

@@ -1,9 +1,7 @@
 """What outlives processes: an application's secret, its totals, and why its pools cannot start.
 
-It is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`.
-Ray itself keeps such things there, from its job manager to its runtime environments, and the
-functions are older than Ray 1.0; a client of one's own, as Ray Serve has, would depend on the
-signatures of Ray's compiled core. Every call blocks for a moment.
+It is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`,
+as Ray itself does; the functions are older than Ray 1.0. Every call blocks for a moment.
 """
 
 from __future__ import annotations
@@ -33,12 +31,8 @@ def _put(key: str, data: bytes, *, overwrite: bool = True) -> None:
 def application_secret(app_name: str) -> bytes:
     """Return the secret of an application: random, and one for all processes and deployments of it.
 
-    The first process to look for it puts it there. An argument of deployments could not carry it:
-    a random one would differ at each `serve deploy`, and Serve would restart every replica. Nothing
-    else may show it, because whoever has it is trusted.
-
-    Raises:
-        RuntimeError: this process is not connected to Ray, or the store lost what was put there.
+    The first process to look for it puts it there. A random argument of deployments would differ at
+    each `serve deploy`, and Serve would restart every replica.
     """
     if not internal_kv._internal_kv_initialized():
         raise RuntimeError("secret: wanted a process that is connected to Ray, found none")
@@ -65,19 +59,13 @@ class KeptTotals:
 
 @dataclass(frozen=True)
 class FailedStart:
-    """The last failure of a pool that has not been ready since."""
-
     reason: str
     is_final: bool
     """Every other start would fail in the same way."""
 
 
 class FailedStarts:
-    """By pool why the deployment with this `config_hash` cannot start.
-
-    Ray Serve has a replica that fails replaced, and says so in its own words. `serve run` ends with
-    ours (`serve/app.py`), after Serve has gone.
-    """
+    """By pool why the deployment with this `config_hash` cannot start, for `serve run` to say."""
 
     def __init__(self, config_hash: str) -> None:
         self._prefix = f"failed:{config_hash}:"

@@ -1,9 +1,8 @@
 """`RankActor`: the Ray actor that owns one (data-parallel, tensor-parallel) rank.
 
-`run()` is the step loop and occupies the concurrency group `step`; its object reference is the
-rank's sentinel, where death, exception and normal end all arrive. `meet` and `load` run in the same
-group before it. Every other method is control plane, in the `ctl` group. No Ray call happens inside
-a step.
+`run()` is the step loop and occupies the concurrency group `step`, as `meet` and `load` do before
+it; its object reference is the rank's sentinel, where death, exception and normal end all arrive.
+Every other method is control plane, in the `ctl` group.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import ray
 from cluster.actors.artifact_board import RayExchange
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.group.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace, RankStats
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.observe.counts import Counts
-from cluster.observe.load_progress import LoadClock, LoadProgress
+from cluster.observe.load_progress import LoadClock, LoadProgress, keep_what_is_loaded
 from cluster.observe.logs import configure_logs
-from cluster.process import keep_what_is_loaded
-from cluster.rank.status import RankStats
 from cluster.wire.credentials import Credentials
 
 if TYPE_CHECKING:
@@ -44,7 +41,6 @@ class RankActor:
         artifact_board: Any,
         is_on_one_node: bool,
     ) -> None:
-        """Wait to be told what to load; `is_on_one_node`: the whole group is."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         configure_logs(config.log_format)
         # Read when torch is loaded, which happens in `load` and not before.
@@ -66,18 +62,13 @@ class RankActor:
         self._rank: Rank | None = None
 
     def meet(self) -> Rendezvous | None:
-        """Open where followers and other leaders will find this one; None if there are none."""
         self._endpoints = LeaderEndpoints(self._context)
         return self._endpoints.rendezvous
 
     def load(self, rendezvous: Rendezvous | None = None) -> str:
-        """Load the model and join the group.
+        """Load the model and join the group; return a leader's inbox, or "".
 
-        Returns:
-            A leader's endpoint that takes requests; nothing of a follower.
-
-        Raises:
-            CannotCompile: no other rank would load either.
+        `CannotCompile`: no other rank would load either.
         """
         self._state = "loading"
         try:
@@ -104,7 +95,6 @@ class RankActor:
         return Follower(self._context, rendezvous)
 
     def run(self) -> None:
-        """Step until stopped: the rank's life."""
         assert self._rank is not None, "rank: wanted load() before run(), found no model"
         # Other threads of this process only answer the control plane; a short switch interval
         # keeps a step from waiting 5 ms for one of them.
@@ -128,10 +118,8 @@ class RankActor:
         return self._rank.stats(), told, self._rank.counts()
 
     def heartbeat(self) -> Heartbeat | None:
-        """Return what the step thread does; None before the rank loads weights, and after its end.
-
-        Until then it imports torch, and may not answer for longer than a rank may be silent.
-        """
+        """Return what the step thread does; None before the rank loads weights, and after its end:
+        until then it imports torch, and may not answer for longer than a rank may be silent."""
         if self._state == "loading" and self._progress.what != "starting":
             return Heartbeat(0, Phase.WAITING, 0.0, 0.0, is_asleep=True)
         if self._state != "ready" or self._rank is None:
@@ -150,4 +138,3 @@ class RankActor:
 RemoteRank = ray.remote(
     max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
 )(RankActor)
-"""Methods name their concurrency group where they are called."""

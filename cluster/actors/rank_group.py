@@ -1,4 +1,4 @@
-"""`RankGroup`: the ranks that step together, and their owner's view of them.
+"""`RankGroup`: the ranks that step together, and their owner's view of them. It knows no Ray.
 
 1. Leaders open where followers and other leaders will find them; the addresses go through here.
 2. All load together; then all run. The end of `run()` is the end of a rank.
@@ -7,8 +7,6 @@
 
 When a rank dies, its peers' collectives fail within milliseconds. The error names the rank whose
 process died, if any.
-
-Nothing here knows Ray: the ranks are `RankHandle`s (`ray_ranks.py` makes those of real actors).
 """
 
 from __future__ import annotations
@@ -58,11 +56,8 @@ class CallEnd:
 
     value: Any = None
     cause: str = ""
-    """What went wrong, in a line; empty if nothing did."""
     error: BaseException | None = None
-    """What the rank raised, where that is known."""
     is_death: bool = False
-    """The rank's process is gone."""
 
     @property
     def verdict(self) -> str:
@@ -78,9 +73,8 @@ class CallEnd:
 class RankHandle(Protocol):
     """One rank, as its group's owner calls it. A call is made at once, and its end never raises.
 
-    The values: of `meet` a leader's `Rendezvous`, of `load` its inbox, of `heartbeat` a `Heartbeat`
-    or None, of `stats` those of `RankActor.stats`. `run` ends with the rank. `stop` tells a leader
-    to end the group between two steps; `kill` ends the process even inside a collective.
+    The values are those of `RankActor`. `run` ends with the rank. `stop` tells a leader to end the
+    group between two steps; `kill` ends the process even inside a collective.
     """
 
     def meet(self) -> Awaitable[CallEnd]: ...
@@ -93,7 +87,6 @@ class RankHandle(Protocol):
 
 
 Calls = dict[RankPlace, asyncio.Future[CallEnd]]
-"""One call to each of some ranks."""
 
 
 class RankGroup:
@@ -115,7 +108,6 @@ class RankGroup:
         self.handles = list(handles)
         self.places = places_of(parallel, epoch)
         self.is_named_by_watchdog = False
-        """Whether the watchdog ended the group: a rank did not answer, or not advance."""
         self.verdict = ""
         """Once the group has ended: as that of `RankDied`."""
         self.inboxes: list[str] = []
@@ -126,11 +118,8 @@ class RankGroup:
         """The end of each rank, in the order of `places`."""
 
     async def start(self) -> None:
-        """Load every rank and set it running.
-
-        Raises:
-            RankDied: a rank ended while loading, or fell silent; names it.
-        """
+        """Load every rank and set it running; `RankDied` names one that ended meanwhile, or fell
+        silent."""
         rendezvous = await self._meet()
         loads: Calls = {
             place: asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
@@ -165,11 +154,7 @@ class RankGroup:
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
 
     async def _succeed(self, calls: Calls, watch: Coroutine[Any, Any, str], when: str) -> None:
-        """Wait until all calls have ended well.
-
-        Raises:
-            RankDied: one did not, or `watch` names a rank; all are killed.
-        """
+        """Wait until all calls have ended well; else kill all, and `RankDied` names one."""
         found = await _first_to_end(calls, watch, is_end=lambda end: bool(end.cause))
         if found is None:
             return
@@ -183,8 +168,7 @@ class RankGroup:
         """Wait until a rank ends and return which one is to blame and why.
 
         That is the first to end, unless another turns out to have died, or most ranks name another.
-
-        Unless the group was told to stop, all other ranks are killed: they are of no use any more.
+        Unless the group was told to stop, all other ranks are killed.
         """
         runs = dict(zip(self.places, self.runs, strict=True))
         found = await _first_to_end(runs, self.watch(), is_end=lambda end: True)
@@ -199,7 +183,6 @@ class RankGroup:
         return f"{name} ended: {end.cause or 'stopped'}"
 
     async def watch(self) -> str:
-        """Return which rank keeps the group from stepping, and why."""
         now = asyncio.get_running_loop().time()
         return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
 
@@ -210,11 +193,9 @@ class RankGroup:
     async def _listen(self, silent_s: float, *, since: float, starting_s: float = 0.0) -> str:
         """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
-        An owner that was itself held up judges no rank before it has listened again.
-
-        Args:
-            starting_s: how much longer a rank may be silent that has no heartbeat yet. It lives as
-                long as it answers that: on a slow disk it may import torch for minutes.
+        An owner that was itself held up judges no rank before it has listened again. A rank that
+        has no heartbeat yet, but answers, may be silent for `starting_s` longer: it may import
+        torch for minutes.
         """
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
@@ -251,12 +232,8 @@ class RankGroup:
                     return named
 
     async def report(self) -> GroupReport:
-        """Return every rank's figures.
-
-        Raises:
-            TimeoutError: a rank did not answer for `STATS_TIMEOUT_S`.
-            RankDied: a rank is gone.
-        """
+        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer in time,
+        or is gone."""
         calls = asyncio.gather(*(handle.stats() for handle in self.handles))
         ends = await asyncio.wait_for(calls, STATS_TIMEOUT_S)
         for place, end in zip(self.places, ends, strict=True):
@@ -271,10 +248,8 @@ class RankGroup:
         return GroupReport(ranks, loading, [counts for _, _, counts in answers])
 
     async def stop(self) -> None:
-        """End every rank between two steps and wait for it, then kill what is left.
-
-        Only leaders are told: they agree on the step, and tell their followers behind it.
-        """
+        """End every rank between two steps and wait for it, then kill what is left. Leaders tell
+        followers."""
         self._is_stopping = True
         for handle, place in zip(self.handles, self.places, strict=True):
             if place.tp_rank == 0:
@@ -284,7 +259,6 @@ class RankGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every rank at once, even one inside a collective."""
         for handle in self.handles:
             handle.kill()
 
@@ -304,10 +278,8 @@ async def _first_to_end(
     """Wait for the first call that `is_end`, or for what `watch` names.
 
     After an error, a process that dies within `BLAME_S` is to blame instead. Leaders that diverge
-    all raise; one is returned whose error accuses the rank that most of them accuse.
-
-    Returns:
-        A rank's name and its end; what `watch` says and None; None if no call is an end.
+    all raise; one is returned whose error accuses the rank that most of them accuse. Returns a
+    rank's name and its end; what `watch` says and None; or None if no call is an end.
     """
     watched = asyncio.ensure_future(watch)
     pending: set[asyncio.Future[Any]] = {*calls.values(), watched}

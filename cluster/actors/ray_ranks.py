@@ -10,13 +10,28 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
-from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
 from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
+
+
+def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
+    """Return the indices of `num` bundles from `first` on, and whether they are known to lie on one
+    node.
+
+    Ray promises no order: those of one node come in a row, so that a tensor-parallel group lies on
+    few.
+    """
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    bundles = range(first, first + num)
+    first_on: dict[str, int] = {}
+    for bundle in bundles:
+        first_on.setdefault(nodes.get(bundle, ""), bundle)
+    in_rows = sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
+    return in_rows, len(first_on) == 1 and "" not in first_on
 
 
 class RayRank:
@@ -54,7 +69,6 @@ class RayRank:
 
 
 async def end_of(ref: Any) -> CallEnd:
-    """Return how a call to an actor ended."""
     try:
         return CallEnd(await ref)
     except ray.exceptions.RayError as error:
@@ -74,11 +88,8 @@ def create_group(
     credentials: Credentials,
     epoch: int = 0,
 ) -> RankGroup:
-    """Create the actors of a group, which wait to be told to load.
-
-    Args:
-        first_bundle: the bundle of rank 0; those before it belong to the owner.
-    """
+    """Create the actors of a group, which wait to be told to load; rank 0's bundle is
+    `first_bundle`."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
     bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))

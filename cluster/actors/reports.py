@@ -1,7 +1,4 @@
-"""What pool replicas and ingresses report to the status board, and what it shows of that.
-
-Nothing here knows Ray.
-"""
+"""What pool replicas and ingresses report to the status board, and what it shows of that."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from cluster.group.context import RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import INGRESS
-from cluster.rank.status import RankStats
 
 OUTDATED = "outdated"
-"""The state of a replica of another deployment under the same name."""
 
 
 class BoardSilent(Exception):
@@ -29,7 +25,6 @@ class GroupReport:
     ranks: list[RankStats]
     loading: list[LoadProgress]
     counts: list[Counts] = field(default_factory=list)
-    """What each rank has counted since it was started, in the order of `ranks`."""
 
     def aged(self, seconds: float) -> GroupReport:
         """Return it with the times of what loads as they are so long after."""
@@ -38,8 +33,6 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """One pool replica: its state, its ranks and what it is loading."""
-
     pool: str
     replica_id: str
     state: str
@@ -47,19 +40,14 @@ class ReplicaReport:
     group: GroupReport
     error: str = ""
     config_hash: str = ""
-    """Of its deployment."""
     is_stuck: bool = False
     """The watchdog ended its group, which does not serve again yet."""
     counts: Counts = field(default_factory=dict)
-    """What the replica itself has counted."""
     in_state_s: float = 0.0
-    """How long it has been in this state."""
 
 
 @dataclass(frozen=True)
 class IngressReport:
-    """One ingress: what it loads, how many sequences it has, and what it counted."""
-
     ingress_id: str
     pid: int
     node: str
@@ -67,9 +55,7 @@ class IngressReport:
     loading: tuple[LoadProgress, ...]
     """Empty once it can answer."""
     num_live: int
-    """Sequences that it has admitted."""
     is_watched: bool
-    """Somebody looks at its status page."""
     counts: Counts | None
     """None: as it said last."""
 
@@ -79,13 +65,8 @@ def ready_body(
     ingresses: Sequence[IngressReport],
     config_hash: str | None,
 ) -> dict[str, Any]:
-    """Return the body of `/ready` as the deployment with this hash sees it; None: any.
-
-    A replica of another one, which it replaces or is replaced by, is outdated.
-
-    Args:
-        reports: of all replicas, by pool.
-    """
+    """Return the body of `/ready` as the deployment with this hash sees it; None: any. Replicas of
+    another one are outdated."""
     pools = {
         pool: {"replicas": [_replica_body(report, config_hash) for report in found]}
         for pool, found in reports.items()
@@ -114,11 +95,8 @@ def ready_body(
 def figures_body(
     totals: Mapping[str, Counts], engines: Mapping[str, tuple[str, str, int]]
 ) -> dict[str, Any]:
-    """Return what was counted of the ingresses and of each engine.
-
-    Args:
-        engines: by the name of an engine its pool, replica and data-parallel rank.
-    """
+    """Return what was counted of the ingresses and of each engine, of which `engines` has by name
+    the pool, the replica and the data-parallel rank."""
     return {
         "ingress": _flat(totals.get(INGRESS, {}), _INGRESS_FIGURES),
         "engines": [
@@ -143,7 +121,6 @@ _ENGINE_FIGURES = (
 
 
 def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
-    """Return sums over labels; 0 of what nobody counted."""
     sums = dict.fromkeys(names, 0.0)
     for (name, *_), value in counts.items():
         if name in sums:
@@ -189,7 +166,6 @@ def _ingress_body(report: IngressReport) -> dict[str, Any]:
 
 
 def _is_compiling(pools: dict[str, Any]) -> bool:
-    """Return whether a replica serves and compiles."""
     replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
     return any(rank["compiling"] for replica in replicas for rank in replica["ranks"])
 

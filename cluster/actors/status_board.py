@@ -1,24 +1,32 @@
 """`StatusBoard`: the small named actor where pools and ingresses tell how they are.
 
 The first ingress to come owns it, and all answer `/ready` from it; pool replicas push to it up to
-four times a second from their first line on, so that loading shows progress before anything can be
-asked. If its owner dies, the next ingress to ask makes another one.
-
-It also adds up what ranks and ingresses have counted (`cluster/observe/counts.py`), because it
-alone hears of all of them. Whatever it has told is kept before (`gcs_store.py`), so totals go on
-where they were if it is made anew.
+four times a second from their first line on. If its owner dies, the next ingress to ask makes
+another one. It also adds up what ranks and ingresses have counted. Whatever it has told is kept
+before (`gcs_store.py`), so totals go on where they were if it is made anew.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import ray
 from ray.util.metrics import Gauge
 
 from cluster.actors.gcs_store import KeptTotals
-from cluster.actors.reports import IngressReport, ReplicaReport, figures_body, ready_body
+from cluster.actors.reports import (
+    BoardSilent,
+    IngressReport,
+    ReplicaReport,
+    figures_body,
+    ready_body,
+)
 from cluster.observe.counts import Counts, Ledger
 from cluster.observe.metrics import (
     COMMON_LABELS,
@@ -37,14 +45,17 @@ SAVE_PERIOD_S = 5.0
 LOST_AFTER_S = 5.0
 """A replica that is silent this long is gone: one whose ranks do not answer still pushes. The same
 holds for ingresses."""
+ANSWER_S = 3.0
+"""How long the board may take to answer an ingress."""
+DEBUG_S = 3.0
+"""How long ranks have to answer `/debug/ranks`."""
 
 
 class RayMetrics:
     """One application's metrics once more, for those who scrape Ray's own endpoints.
 
-    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there, with whatever
-    Ray puts before it. All are set as gauges, because a Ray counter starts at zero with its process
-    and a total does not; `rate` and `histogram_quantile` take them like those of `/metrics`.
+    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there. All are set
+    as gauges, because a Ray counter starts at zero with its process and a total does not.
     """
 
     def __init__(self, described: Described) -> None:
@@ -85,12 +96,8 @@ class StatusBoard:
         kept: KeptTotals | None = None,
         ray_metrics: RayMetrics | None = None,
     ) -> None:
-        """Start without reports.
-
-        Args:
-            kept: where totals go on from, and are saved; None: from zero, nowhere.
-            ray_metrics: gets all figures from time to time.
-        """
+        """`kept` is where totals go on from, and are saved; `ray_metrics` gets all figures at
+        times."""
         self._kept = kept
         self._ray_metrics = ray_metrics
         self._exported_at = time.monotonic()
@@ -102,7 +109,6 @@ class StatusBoard:
         self._reports: dict[str, dict[str, tuple[float, ReplicaReport]]] = {p: {} for p in pools}
         self._actors: dict[str, dict[str, list[Any]]] = {}
         self._ingresses: dict[str, tuple[float, IngressReport]] = {}
-        """By their ids, in the order in which they came."""
 
     def push(self, report: ReplicaReport) -> None:
         """Replace the replica's last report, and add what was counted since."""
@@ -126,19 +132,15 @@ class StatusBoard:
         self._places.get(pool, {}).pop(replica_id, None)
 
     def register(self, pool: str, replica_id: str, actors: list[Any]) -> None:
-        """Remember a replica's rank actors: those of its newest epoch."""
         self._actors.setdefault(pool, {})[replica_id] = actors
 
     def count(self, ingress_id: str, counts: Counts) -> None:
-        """Add what an ingress has counted since it said so last."""
         self._add(f"ingress/{ingress_id}", INGRESS, counts)
 
     def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Take an ingress's report, and return the body of `/ready` as its deployment sees it.
-
-        In `figures` it also has those of the status page, while somebody looks at one: with
-        several ingresses each look may reach another.
-        """
+        """Take an ingress's report, and return the body of `/ready` as its deployment sees it, with
+        the figures of the status page while somebody looks at one: each look may reach another
+        ingress."""
         now = time.monotonic()
         self._ingresses[report.ingress_id] = (now, report)
         if report.counts is not None:
@@ -149,7 +151,6 @@ class StatusBoard:
         return {**body, "figures": self.figures() if is_watched else None}
 
     def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
-        """Take an ingress's counts, and return the totals and gauges of all."""
         self.count(ingress_id, counts)
         self._forget_lost(time.monotonic())
         self._save()
@@ -183,16 +184,13 @@ class StatusBoard:
         return self._actors
 
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
-        """Return the body of `/ready` as the deployment with this hash sees it."""
         self._forget_lost(time.monotonic())
         reports = {pool: [r for _, r in by_id.values()] for pool, by_id in self._reports.items()}
         return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted, as the status page shows it.
-
-        Unlike those of `metrics`, these totals may fall when the board is made anew.
-        """
+        """Return what was counted, as the status page shows it; it may fall when the board is made
+        anew."""
         engines = {
             _engine(pool, place, dp_rank): (pool, replica_id, dp_rank)
             for pool, places in self._places.items()
@@ -221,9 +219,125 @@ class StatusBoard:
 
 
 def board_name(app_name: str) -> str:
-    """Return the name under which an application's board is found."""
     return f"status:{app_name}"
 
 
 def _engine(pool: str, place: int, dp_rank: int) -> str:
     return f"{pool}-{place}-{dp_rank}"
+
+
+class IngressBoard:
+    """An ingress's way to the board, which it makes where there is none; BoardSilent if nobody
+    answers."""
+
+    def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
+        self._app_name = app_name
+        try:
+            ray.get_actor(board_name(app_name), namespace=NAMESPACE)
+            self.is_first = False
+        except ValueError:
+            self.is_first = True
+            """There was no board, and so no other ingress."""
+        self._arguments = pools, KeptTotals(app_name), RayMetrics(described)
+        self._lost_at = -math.inf
+        self._told: Counts = {}
+        """What the board was told last; empty if it was made anew."""
+        self._board = self._found()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was made in place of one that was lost, and may not have heard of all yet."""
+        return time.monotonic() - self._lost_at < LOST_AFTER_S
+
+    async def poll(self, report: IngressReport) -> dict[str, Any]:
+        def call() -> Any:
+            is_known = report.counts == self._told
+            return self._board.poll.remote(replace(report, counts=None) if is_known else report)
+
+        body: dict[str, Any] = await self._answer(call)
+        self._told = report.counts or {}
+        return body
+
+    async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
+        snapshot: MetricsSnapshot = await self._answer(
+            lambda: self._board.metrics.remote(ingress_id, counts)
+        )
+        return snapshot
+
+    async def free_resources(self) -> dict[str, float]:
+        """Return the CPUs and GPUs of the cluster that are not reserved."""
+        try:
+            found = await asyncio.to_thread(ray.available_resources)
+        except ray.exceptions.RayError as error:
+            raise BoardSilent(type(error).__name__) from error
+        return {k: v for k, v in found.items() if k in ("CPU", "GPU")}
+
+    async def debug_ranks(self) -> dict[str, Any]:
+        """Return the body of `/debug/ranks`; a rank that does not answer in `DEBUG_S` has an
+        `error` instead."""
+        pools = {}
+        for pool, replicas in (await self._answer(lambda: self._board.actors.remote())).items():
+            asked = [(name, await _debug_of(actors)) for name, actors in replicas.items()]
+            pools[pool] = {"replicas": [{"id": name, "ranks": ranks} for name, ranks in asked]}
+        return {"pools": pools}
+
+    async def _answer(self, call: Callable[[], Any]) -> Any:
+        """Make a call, once more if the board died, or its ingress did."""
+        try:
+            try:
+                return await asyncio.wait_for(call(), ANSWER_S)
+            except ray.exceptions.RayActorError:
+                self._lost_at, self._told = time.monotonic(), {}
+                self._board = self._found()
+                return await asyncio.wait_for(call(), ANSWER_S)
+        # A board that dies while another is made raises ValueError, not a RayError.
+        except (TimeoutError, ValueError, ray.exceptions.RayError) as error:
+            raise BoardSilent(type(error).__name__) from error
+
+    def _found(self) -> Any:
+        remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
+        return remote.options(
+            name=board_name(self._app_name), namespace=NAMESPACE, get_if_exists=True
+        ).remote(*self._arguments)
+
+
+class ReplicaBoard:
+    """A pool replica's way to the board, which may not exist yet or have been restarted."""
+
+    def __init__(self, app_name: str) -> None:
+        self._app_name = app_name
+        self._board: Any = None
+        self._registered: list[Any] = []
+
+    async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
+        """Push a report, or nothing while there is no board; its actors when they are new there.
+
+        Waits for the answer, because only that shows whether the board died with its ingress.
+        """
+        try:
+            if self._board is None:
+                self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)
+                self._registered = []
+            if actors != self._registered:
+                await self._board.register.remote(report.pool, report.replica_id, actors)
+                self._registered = actors
+            await self._board.push.remote(report)
+        except (ValueError, ray.exceptions.RayError):
+            self._board = None
+
+    def remove(self, pool: str, replica_id: str) -> None:
+        if self._board is not None:
+            self._board.remove.remote(pool, replica_id)
+
+
+async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:
+    async def ask(actor: Any) -> dict[str, Any]:
+        try:
+            call = actor.debug.options(concurrency_group="ctl").remote()
+            return dict(await asyncio.wait_for(call, DEBUG_S))
+        except TimeoutError:
+            return {"error": f"wanted an answer in {DEBUG_S:g} s, found none"}
+        except ray.exceptions.RayError as error:
+            return {"error": str(error).splitlines()[0]}
+
+    return list(await asyncio.gather(*map(ask, actors)))

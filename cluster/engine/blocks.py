@@ -1,16 +1,15 @@
 """Blocks of the paged KV pool, and the prefix cache over them.
 
-A block that no sequence holds but whose content is known stays in the free list as a cache entry.
-It counts as free; a sequence either finds it by hash (`match`, `acquire`) or takes it for new
-content (`allocate`), which evicts it.
+A block that no sequence holds but whose content is known stays in the free list as a cache entry: a
+sequence either finds it by hash (`match`, `acquire`) or takes it for new content (`allocate`).
 
 With a sliding window in every layer, a sequence holds only blocks that its next token's window
 reaches. A block table keeps its length: the entry of a block that is not held any more, or never
 was, is the scratch block. So a hit needs only the blocks in the window of its next token to be
-cached, and the blocks before them are not looked for.
+cached.
 
-Sources: paged blocks after PagedAttention (Kwon et al., 2023); chained block hashes and eviction
-of a sequence's tail before its head after vLLM's prefix cache.
+Sources: paged blocks after PagedAttention (Kwon et al., 2023); chained block hashes and eviction of
+a sequence's tail before its head after vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ DIGEST_BYTES = 16
 
 
 def max_blocks_for(num_tokens: int, block_size: int, sliding_window: int | None) -> int:
-    """Return how many blocks a sequence may hold that has grown to `num_tokens` tokens."""
     num_blocks = -(-num_tokens // block_size)
     if sliding_window is None:
         return num_blocks
@@ -62,11 +60,8 @@ class BlockManager:
         enable_prefix_caching: bool,
         sliding_window: int | None = None,
     ) -> None:
-        """Start with all blocks free.
-
-        No layer reads more than the last `sliding_window` tokens, the one that reads included;
-        None if a layer reads all.
-        """
+        """No layer reads more than the last `sliding_window` tokens, the one that reads included;
+        None: all."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -76,7 +71,6 @@ class BlockManager:
         self.prefix_queries = 0
         """Tokens of admitted sequences that were looked up; a re-admission counts again."""
         self.prefix_hits = 0
-        """Tokens of them that were found."""
         self._ref_counts = [0] * (num_blocks + 1)
         self._hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self._cached: dict[bytes, int] = {}
@@ -104,8 +98,8 @@ class BlockManager:
         """Return the cached blocks of the sequence's longest head; changes nothing.
 
         The last token is never covered, because it must be computed to get logits; so must all
-        others if their log-probabilities are wanted. Blocks that the first token behind the head
-        does not read are scratch.
+        others if their log-probabilities are wanted. Blocks that the next token does not read are
+        scratch.
         """
         if not self._is_looked_up(seq):
             return []
@@ -149,21 +143,17 @@ class BlockManager:
         return []
 
     def num_saved(self, cached: list[int], first: int = 0) -> int:
-        """Return how many free blocks fewer a new sequence takes than its tokens fill.
-
-        `cached` are the blocks that `match` found of it; none is needed before `first`.
-        """
+        """Return how many free blocks fewer a new sequence takes than its tokens fill, if `match`
+        found `cached` and none is needed before `first`."""
         # A hit that no sequence holds comes out of the free list too.
         num_free = sum(block != SCRATCH and self._ref_counts[block] == 0 for block in cached)
         return max(len(cached), first) - num_free
 
     def room_beside(self, cached: list[int]) -> int:
-        """Return how many more tokens the whole pool holds for a sequence with these blocks."""
         num_held = len(cached) - cached.count(SCRATCH)
         return (self.num_blocks - num_held) * self.block_size
 
     def acquire(self, seq: Sequence, cached: list[int]) -> None:
-        """Open the sequence's block table with the blocks that `match` found."""
         for block in cached:
             if block == SCRATCH:
                 continue
@@ -178,11 +168,8 @@ class BlockManager:
             self.prefix_hits += len(cached) * self.block_size
 
     def allocate(self, seq: Sequence, num_tokens: int, first: int = 0) -> list[int] | None:
-        """Grow the block table to cover `num_tokens` tokens; return the new entries.
-
-        Entries before `first` are scratch. Returns None, and changes nothing, if too few
-        blocks are free.
-        """
+        """Grow the block table to cover `num_tokens` tokens; return the new entries, scratch before
+        `first`; or None, with nothing changed, if too few blocks are free."""
         start, stop = len(seq.block_table), self.num_blocks_for(num_tokens)
         num_scratch = max(first - start, 0)
         num_new = stop - start - num_scratch
@@ -193,10 +180,8 @@ class BlockManager:
         return new
 
     def drop_outside_window(self, seq: Sequence) -> None:
-        """Free the blocks that no token of the sequence will read any more.
-
-        A step in flight reads what the first token behind the confirmed ones does.
-        """
+        """Free what no token will read any more; a step in flight reads what the first unconfirmed
+        one does."""
         start, stop = seq.num_dropped_blocks, self.first_needed(seq.num_confirmed_tokens)
         if stop <= start:
             return
@@ -206,7 +191,6 @@ class BlockManager:
         seq.num_dropped_blocks = stop
 
     def free(self, seq: Sequence) -> None:
-        """Drop the sequence's hold on its blocks; those of known content stay cached."""
         self._drop(reversed(seq.block_table))
         seq.block_table.clear()
         seq.num_dropped_blocks = 0
@@ -247,10 +231,8 @@ class BlockManager:
         return block
 
     def _hash(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the digests of the first full blocks, each of its tokens and all before them.
-
-        The salt is in the first one, and so in all: sequences of another salt have other digests.
-        """
+        """Return the digests of the first full blocks, each of its tokens and all before them, and
+        of the salt."""
         hashes, size = seq.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
             parent = hashes[i - 1] if i else seq.request.cache_salt

@@ -1,16 +1,11 @@
 """`CompileSwitch`: how far a rank has gone over from eager steps to compiled and captured ones.
 
-A group that serves while it compiles goes over in stages, each entered between two steps:
-
 1. Stage 0: steps run eagerly, and another process compiles.
 2. A rank whose compiled pieces are loaded says so in its vote; a leader waits for its followers.
 3. Once all votes say so, the agreement names the next stage, and every rank enters it before it
    runs that step: stage 1 runs the compiled pieces.
 4. Each further stage captures one graph. The last one ends it: graphs are replayed from the next
    step on, and the process is sealed.
-
-Stages follow from agreements alone, so at the same step all ranks run, capture and replay the same.
-There is no I/O here.
 """
 
 from __future__ import annotations
@@ -25,18 +20,15 @@ class CannotCompile(RuntimeError):
 class CompileSwitch:
     """One rank's stage.
 
-    Invariant: `stage` is what the last agreement named, 0 <= stage <= last_stage, and `is_over` if
-    no stage follows. Steps dispatch over `captured`, which is equal on all ranks and empty before
-    the last stage.
+    Invariant: `stage` is what the last agreement named, and `is_over` if no stage follows. Steps
+    dispatch over `captured`, which is equal on all ranks and empty before the last stage.
     """
 
     def __init__(
         self, captured: CapturedGraphs | None = None, *, last_stage: int = 0, num_followers: int = 0
     ) -> None:
-        """Start at stage 0; if that is the last one too, all is compiled and captured already.
-
-        So many followers must have loaded, beside the rank itself.
-        """
+        """If stage 0 is the last one, all is compiled and captured already. So many followers must
+        load too."""
         self.stage = 0
         self.last_stage = last_stage
         self.is_over = last_stage == 0
@@ -46,7 +38,6 @@ class CompileSwitch:
 
     @property
     def can_advance(self) -> bool:
-        """Whether this rank, followers included, could enter the next stage now."""
         if self.is_over:
             return False
         return self.stage > 0 or (self.is_loaded and not self._num_awaited)
@@ -63,7 +54,6 @@ class CompileSwitch:
         return was_awaited
 
     def enter(self, stage: int, captured: CapturedGraphs | None = None) -> None:
-        """Enter a stage, with what was captured if it is the last one."""
         assert stage == self.stage + 1 and self.accepts(stage), (stage, self.stage, self.last_stage)
         self.stage = stage
         self.is_over = stage == self.last_stage

@@ -1,12 +1,8 @@
 """`StepDivergence`: one rank's step is not another's, and how a follower finds out.
 
-The leader sends its digest along with the plan. A follower makes its own from what it received
-and from its own past, and compares: a frame that was lost, repeated or altered on the way shows as
-the first field that differs. A follower sends no answer and the leader waits for none; a follower
-that disagrees does not enter the step's collectives.
-
-Each rank logs the last steps that it ran, and what all ranks agreed on for them. The end of the log
-stands in the error.
+The leader sends its digest along with the plan. A follower makes its own from what it received and
+from its own past: a frame that was lost, repeated or altered on the way shows as the first field
+that differs. It does not enter the step's collectives then; the leader waits for no answer.
 """
 
 from __future__ import annotations
@@ -48,17 +44,11 @@ class StepDigester:
     """Digests of the steps that one rank runs, one after the other.
 
     Where steps overlap, the digest of the next step but one covers what a step drew: by then every
-    rank has waited for it.
-
-    Invariant: `row_state` covers all admissions and new blocks so far, in order; two ranks with
-    equal digests hold equal rows.
+    rank has waited for it and called `note_drawn`. Invariant: `row_state` covers all admissions and
+    new blocks so far, in order; two ranks with equal digests hold equal rows.
     """
 
     def __init__(self, *, is_overlapped: bool = False) -> None:
-        """Start before the first step.
-
-        If overlapped, `note_drawn` must be called for each step before the next but one's digest.
-        """
         self._previous_step = 0
         self._row_state = 0
         self._is_overlapped = is_overlapped

@@ -1,22 +1,15 @@
-"""The step: the heart of Lockstep.
-
-Every step is checked to be the same on all ranks of a group. A leader plans, the data-parallel
-leaders agree, followers of the tensor-parallel group receive the plan, all execute it, and the
-leader books the result:
+"""The step: the heart of Lockstep. It is checked to be the same on all ranks of a group.
 
 1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
 2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
 3. `channel.send(plan, agreed)` hands the plan to the followers, if there are any.
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
-   confirmed the same step; it rarely blocks, because building inputs takes longer.
-   While the group serves and compiles, an agreement may name a stage that all ranks enter first
-   (`cluster/engine/compile_switch.py`); they confirm before they enter it.
+   confirmed the same step; it rarely blocks, because building inputs takes longer. An agreement may
+   name a stage that all ranks enter first (`cluster/engine/compile_switch.py`).
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
-The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `lockstep.py`, `Lockstep`. `overlap.py` is the same step with the next one planned while
-the device runs this one.
+The loop that calls `step` is in `cluster/rank/leader.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +20,11 @@ from typing import Any, Protocol
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
-from cluster.observe.metrics import SchedulerStats
 from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 
 
 class Lockstep(Protocol):
-    """Agreement among the data-parallel leaders of a group."""
-
-    def agree(self, vote: Vote) -> StepAgreement:
-        """Return the agreement on this step: the same value on every rank."""
+    def agree(self, vote: Vote) -> StepAgreement: ...
 
     def confirm(self) -> None:
         """Wait until every rank is known to have agreed on the same; raise if one has not."""
@@ -44,62 +33,57 @@ class Lockstep(Protocol):
 class Channel(Protocol):
     """The leader's side of the channel to its tensor-parallel followers."""
 
-    def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Hand one step's plan to every follower."""
+    def send(self, plan: StepPlan, agreed: StepAgreement) -> None: ...
 
     def note_drawn(self, token_ids: list[int]) -> None:
         """Note what a step drew where followers draw along: they are checked two steps later."""
 
 
-class Executor(Protocol):
+class Runner(Protocol):
     """Runs plans on this rank, one after the other; shared by leaders and followers."""
 
     switch: CompileSwitch
     step_stats: StepStats
 
-    def load_slice(self) -> None:
-        """Load a part of what was compiled, if there is any. Call it between steps."""
+    def load_slice(self) -> None: ...
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
-    ) -> SampledTokens:
-        """Launch a step, wait for it, and return what it sampled."""
+    ) -> SampledTokens: ...
 
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> Any:
-        """Enter the agreement's stage and run the batch, or a dummy one; return what to wait for.
+        """Enter the agreement's stage and run the batch, or a dummy one; return what to `wait` for.
 
-        On a device that runs by itself the step may still be under way. `confirm` is called before
-        the first collective: when the inputs are ready, or ahead of a stage that is entered.
+        `confirm` is called before the first collective: when the inputs are ready, or ahead of a
+        stage that is entered. On a device that runs by itself the step may still be under way at
+        the return.
         """
 
-    def wait(self, launched: Any) -> SampledTokens:
-        """Wait until a launched step has ended, and return what it sampled."""
+    def wait(self, launched: Any) -> SampledTokens: ...
 
 
 class Engine:
-    """One data-parallel rank's scheduler with its own executor and the way to its followers'.
+    """One data-parallel rank's scheduler with its own runner and the way to its followers'.
 
-    `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
-    sleep until a peer votes for the next step, or until a new request, a finished KV read or an
-    expired lease wakes it. `is_draining`: this rank was asked to end; the group ends once all ranks
-    were. `channel` is None if no follower belongs to the rank.
+    `agreed` is the agreement of the last step; without work, the loop may sleep until a peer votes
+    for the next one. `is_draining`: this rank was asked to end; the group ends once all ranks were.
+    `channel` is None if no follower belongs to the rank.
     """
 
     def __init__(
-        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, executor: Executor
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, runner: Runner
     ) -> None:
         self.scheduler = scheduler
         self.lockstep = lockstep
         self.channel = channel
-        self.executor = executor
+        self.runner = runner
         self.agreed: StepAgreement | None = None
         self.is_draining = False
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return its outputs, including those of requests that ended without
-        running."""
+        """Run one step; return its outputs, also those of requests that ended without running."""
         plan = self.scheduler.schedule()
         agreed = self._agree(plan)
         if not agreed.has_work:
@@ -107,11 +91,11 @@ class Engine:
             return self.scheduler.take_outputs()
         if self.channel is not None:
             self.channel.send(plan, agreed)
-        sampled = self.executor.execute(plan, agreed, self.lockstep.confirm)
+        sampled = self.runner.execute(plan, agreed, self.lockstep.confirm)
         return self.scheduler.update(plan, sampled)
 
     def _agree(self, plan: StepPlan) -> StepAgreement:
-        switch = self.executor.switch
+        switch = self.runner.switch
         vote = plan.vote(
             draining=self.is_draining,
             stage=switch.stage,
@@ -121,7 +105,6 @@ class Engine:
         return self.agreed
 
     def submit(self, submit: Submit) -> None:
-        """Queue a request; a bad one ends with an error output of the next step."""
         self.scheduler.add(submit)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -129,7 +112,6 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last step found nothing to run."""
         return self.agreed is not None and not self.agreed.has_work
 
     @property
@@ -141,5 +123,54 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
+
+class OverlappedEngine(Engine):
+    """The host plans step N+1 while the device runs step N; `agreed` is of the last one launched.
+
+    1. `scheduler.schedule_ahead()` plans the next step. A sequence whose last token is being drawn
+       is planned with `PENDING` in its place: the ranks have it on the device.
+    2. Leaders agree and followers get the plan, as in the plain step.
+    3. `runner.launch` puts the step behind the one in flight.
+    4. The step in flight is retired: wait for its tokens, tell the channel, book them.
+
+    A stop token is seen one step late, so a sequence that ends by one has been computed once more:
+    that row's token is dropped. What needs the tokens first is not planned ahead, but as the plain
+    step does: a running sequence that lacks a block, steps that nobody can run before the tokens
+    are known, and stages of going over to compiled steps. `Engine` is the oracle: both generate the
+    same tokens.
+
+    Invariant: between two calls at most one step is in flight, and none if that agreement has no
+    work.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, runner: Runner
+    ) -> None:
+        super().__init__(scheduler, lockstep, channel, runner)
+        self._in_flight: tuple[StepPlan, Any] | None = None
+
+    def step(self) -> list[EngineOutput]:
+        if self._in_flight is not None and not self.runner.switch.is_over:
+            return self._retire()
+        plan = self.scheduler.schedule_ahead()
+        if plan is None:
+            return self._retire()
+        agreed = self._agree(plan)
+        if not agreed.has_work:
+            self.lockstep.confirm()
+            return self._retire()
+        if self.channel is not None:
+            self.channel.send(plan, agreed)
+        launched = self.runner.launch(plan, agreed, self.lockstep.confirm)
+        outputs = self._retire()
+        self._in_flight = plan, launched
+        return outputs
+
+    def _retire(self) -> list[EngineOutput]:
+        if self._in_flight is None:
+            return self.scheduler.take_outputs()
+        (plan, launched), self._in_flight = self._in_flight, None
+        sampled = self.runner.wait(launched)
+        if self.channel is not None:
+            self.channel.note_drawn(sampled.token_ids)
+        return self.scheduler.update(plan, sampled)

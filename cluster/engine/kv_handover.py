@@ -1,12 +1,9 @@
 """`KVHandover`: the sequences of one engine whose KV changes hands, as its scheduler sees them.
 
-On a prefill engine a computed sequence keeps its blocks under a handoff (`hold`) until a reader has
-them. Its request has had its last output. A handoff ends by itself, at the latest with its lease,
-and only then are its blocks free (`free_ended`).
-
-On a decode engine a handoff's lease is renewed (`expect`) until there are blocks for it, then a
-read fills them (`start_read`). An aborted read may go on to write: its sequence keeps its blocks
-until the read comes out of `take_finished`.
+On a prefill engine a computed sequence keeps its blocks under a handoff (`hold`) that ends by
+itself, at the latest with its lease; only then are its blocks free (`free_ended`). On a decode
+engine a handoff's lease is renewed (`expect`) until a read fills blocks (`start_read`). An aborted
+read may go on to write: its sequence keeps its blocks until the read comes out of `take_finished`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,8 @@ from cluster.wire.messages import KVHandoff
 class KVHandover:
     """Who holds and reads for one engine, and the sequences that they have.
 
-    Invariant: without `holder` none is held, and without `reader` none is read. Of held sequences
+    `metadata` is what handoffs say that are written and read here; None on an engine that keeps its
+    sequences. Without `holder` none is held, and without `reader` none is read. Of held sequences
     two may have one request id.
     """
 
@@ -35,17 +33,11 @@ class KVHandover:
         holder: HandoffHolder | None = None,
         reader: KVReader | None = None,
     ) -> None:
-        """Start with none.
-
-        `metadata` is what handoffs say that are written and read here; None on an engine that keeps
-        its sequences.
-        """
         self._blocks = blocks
         self._metadata = metadata
         self._holder = holder
         self._reader = reader
         self._held: dict[int, Sequence] = {}
-        """By handoff."""
         self._reading: dict[str, Sequence] = {}
         """Reads that were started, aborted ones included until they write no more."""
 
@@ -56,7 +48,6 @@ class KVHandover:
         return self._holder.num_held if self._holder else 0
 
     def hold(self, seq: Sequence) -> KVHandoff:
-        """Hold a computed sequence's blocks and return the handoff."""
         assert self._holder is not None and self._metadata is not None, "a prefill engine's"
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
@@ -65,8 +56,17 @@ class KVHandover:
         first = block_ids.count(SCRATCH)
         handoff_id = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
         self._held[handoff_id] = seq
-        return self._metadata.write(
-            handoff_id, seq.request_id, block_ids, generations, seq.num_computed_tokens
+        metadata = self._metadata
+        return KVHandoff(
+            handoff_id=handoff_id,
+            request_id=seq.request_id,
+            sources=metadata.sources,
+            block_ids=block_ids,
+            generations=generations,
+            num_tokens=seq.num_computed_tokens,
+            block_bytes=metadata.block_bytes,
+            layout=metadata.layout,
+            lease_s=metadata.lease_s,
         )
 
     def drop(self, request_ids: Container[str]) -> None:
@@ -85,7 +85,6 @@ class KVHandover:
 
     @property
     def num_reading(self) -> int:
-        """Reads that were started and may still write."""
         return len(self._reading)
 
     def is_reading(self, seq: Sequence) -> bool:
@@ -122,7 +121,6 @@ class KVHandover:
             self.cancel(seq)
 
     def start_read(self, seq: Sequence, handoff: KVHandoff, start: int) -> None:
-        """Read what belongs into the blocks of a sequence's table from the `start`-th on."""
         assert self._reader is not None, "a handoff was accepted"
         self._reading[seq.request_id] = seq
         source_indices = list(range(start, len(seq.block_table)))

@@ -2,16 +2,13 @@
 
 1. Each leader votes what it would do in the step, and sends the vote to all others.
 2. Once it has all votes it computes the agreement, a pure function of them and of what all ranks
-   captured (`agree`): which graph is replayed, `graph_bs`, and the tokens of every rank. It sends
-   the agreement to all others, as its confirm.
+   captured (`agree`), and sends it to all others, as its confirm.
 3. No rank enters a collective of the step before all confirms are there and equal to its own. They
    arrive while inputs are built, so a rank hardly ever waits for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
-`LockstepMachine` has no I/O: it is given what arrived, in the order of each connection, and says
-what to send and which frames are missing. `JoinedLockstep` drives it over `PeerSockets`
-(`cluster/group/peers.py`), or over a simulated channel. A rank never receives a vote from two steps
-ahead, because no rank votes again before it has heard from all.
+`LockstepMachine` has no I/O. A rank never receives a vote from two steps ahead, because no rank
+votes again before it has heard from all.
 """
 
 from __future__ import annotations
@@ -37,9 +34,8 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     """Return how all data-parallel ranks run a step, from their votes in rank order.
 
     A rank with nothing scheduled runs dummy tokens, so that it joins the same collectives as the
-    others: one, or as many as a graph or a decode of all ranks has.
-
-    Invariant: epoch, step and stage of all votes are equal, and so is `captured` on all ranks.
+    others. Invariant: epoch, step and stage of all votes are equal, and so is `captured` on all
+    ranks.
     """
     is_end = all(vote.draining for vote in votes)
     advances = not is_end and all(vote.can_advance for vote in votes)
@@ -79,21 +75,18 @@ class AloneLockstep:
     """The agreement of a group of one: its own vote."""
 
     def __init__(self, switch: CompileSwitch | None = None) -> None:
-        """Dispatch over what `switch` has captured; None: nothing."""
         self._switch = switch or CompileSwitch()
 
     def agree(self, vote: Vote) -> StepAgreement:
         return agree((vote,), self._switch.captured)
 
-    def confirm(self) -> None:
-        """There are no others to ask."""
+    def confirm(self) -> None: ...
 
 
 class VoteChannel(Protocol):
     """Ordered frames between this leader and each other one."""
 
-    def send(self, body: bytes) -> None:
-        """Send a frame to every peer."""
+    def send(self, body: bytes) -> None: ...
 
     def receive(self, dp_rank: int) -> bytes | None:
         """Wait for the next frame of a peer; None if there is none in time."""
@@ -102,18 +95,16 @@ class VoteChannel(Protocol):
 class JoinedLockstep:
     """The agreement of several leaders. Belongs to the step thread.
 
-    Both methods raise `StepDivergence`, which names rank, step and field, if a peer is in another
-    step or agreed on something else, and `PeersSilent` if one sends nothing in time.
+    Both methods raise `StepDivergence` if a peer is in another step or agreed on something else,
+    and `PeersSilent` if one sends nothing in time.
     """
 
     def __init__(self, machine: LockstepMachine, channel: VoteChannel, stats: StepStats) -> None:
-        """Drive `machine` over `channel`; `stats` notes when this rank and when all voted."""
         self._machine = machine
         self._channel = channel
         self._stats = stats
 
     def agree(self, vote: Vote) -> StepAgreement:
-        """Exchange votes and return what they amount to: the same value on every rank."""
         machine = self._machine
         self._channel.send(encode(machine.vote(vote)))
         self._stats.vote()
@@ -125,10 +116,7 @@ class JoinedLockstep:
         return confirm.agreed
 
     def confirm(self) -> None:
-        """Wait until every rank is known to have agreed on the same.
-
-        Call it once per agreement, before the first collective that follows from it.
-        """
+        """Wait until every rank is known to have agreed on the same; call it once per agreement."""
         while missing := self._machine.missing_confirms:
             self._receive(missing)
 
@@ -188,13 +176,11 @@ class LockstepMachine:
     """One leader's side of the lockstep.
 
     Call `vote`, then `on_frame` until `missing_votes` is empty, `conclude`, and `on_frame` until
-    `missing_confirms` is empty; then the next step. Frames may come at any time. What does not come
-    next, or disagrees with this rank's view of the step, is a `StepDivergence`, which names rank,
-    step and field.
+    `missing_confirms` is empty; then the next step. What does not come next, or disagrees with this
+    rank's view of the step, is a `StepDivergence`.
     """
 
     def __init__(self, *, dp_rank: int, dp_size: int, epoch: int, switch: CompileSwitch) -> None:
-        """Start before the first step; steps dispatch over what `switch` has captured."""
         self._dp_rank = dp_rank
         self._epoch = epoch
         self._switch = switch
@@ -217,7 +203,6 @@ class LockstepMachine:
         return vote
 
     def on_frame(self, dp_rank: int, frame: PeerHello | Vote | StepConfirm) -> None:
-        """Take what arrived from a peer."""
         peer = self._peers[dp_rank]
         if isinstance(frame, Vote):
             peer.on_vote(frame)

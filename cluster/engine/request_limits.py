@@ -1,8 +1,7 @@
 """What an engine can serve: a request that it could never finish is refused by name.
 
-Only what cannot change while the engine lives is asked here. Blocks and rows that are taken now are
-no reason to refuse; a request that does not fit yet waits. Bounds that hold for every engine stand
-in the wire structs' types, and were checked where the request was decoded.
+Only what cannot change while the engine lives is asked here. Bounds that hold for every engine
+stand in the wire structs' types, and were checked where the request was decoded.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from cluster.wire.messages import LogitRules, Sampling
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The bounds of one engine.
-
-    Invariant: a sequence without error would fit into the pool to its end if it were alone there,
-    and each of its steps has a token to draw.
-    """
+    """The bounds of one engine. Invariant: a sequence without error would fit into the pool to its
+    end if it were alone there, and each of its steps has a token to draw."""
 
     blocks: BlockManager
     max_model_len: int
@@ -118,10 +114,8 @@ def _find_grammar_error(sampling: Sampling, vocab_size: int) -> str:
 
 
 def _find_mask_error(rules: LogitRules, stop_token_ids: tuple[int, ...], vocab_size: int) -> str:
-    """Return what is wrong with a request that masks tokens, or nothing.
-
-    A row whose tokens are all masked has no distribution to draw from.
-    """
+    """Return what is wrong with a request that masks tokens: a row without any has nothing to draw
+    from."""
     mask = rules.allowed_tokens
     allowed = int.from_bytes(mask, "little")
     if allowed.bit_length() > vocab_size:

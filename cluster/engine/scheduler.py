@@ -91,13 +91,7 @@ class Scheduler:
         grammars: GrammarMasks | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Start without sequences.
-
-        Args:
-            handover: who holds or reads KV; None on an engine that keeps its sequences.
-            grammars: compiles them and fills masks; None refuses requests with a grammar.
-            clock: tells how long sequences wait; None: nobody wants to know.
-        """
+        """`grammars` None refuses requests with a grammar; `clock` tells how long they wait."""
         self._is_prefill = limits.role is Role.PREFILL
         self._hands_over = limits.role is not Role.MIXED
         self.blocks = limits.blocks
@@ -111,7 +105,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._unfinished: dict[str, Sequence] = {}
         self._compiling: dict[str, Sequence] = {}
-        """Those whose grammars are being compiled; then they queue."""
         self._waiting: deque[Sequence] = deque()
         """In order of arrival: to be admitted, or to start a read."""
         self._blocked: _HeadNeed | None = None
@@ -145,7 +138,7 @@ class Scheduler:
             self._refuse(seq, FinishReason.ABORT)
         elif error := self._find_error(seq):
             self._refuse(seq, FinishReason.ERROR, error)
-        elif seq.is_at_limit:
+        elif seq.num_tokens >= seq.max_total_len:
             # Resumed from an engine that died with the last token on its way.
             self._refuse(seq, FinishReason.LENGTH)
         else:
@@ -172,11 +165,9 @@ class Scheduler:
                 self._early_aborts.popitem(last=False)
 
     def refuse(self, request_id: str, error: str) -> None:
-        """End a request that could not be read with an error among the outputs."""
         self._outputs.append(EngineOutput.ended(request_id, FinishReason.ERROR, error))
 
     def take_outputs(self) -> list[EngineOutput]:
-        """Return what ended outside of a step since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -260,10 +251,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits, runs or is handed over, or an output was not taken.
-
-        So it does as long as a step in flight computes it, even if it has ended.
-        """
+        """Whether a request waits, runs, is handed over or is in flight, or an output was not
+        taken."""
         is_busy = self._unfinished or self._in_flight or self._outputs
         return bool(is_busy) or self._handover.has_any
 
@@ -376,19 +365,16 @@ class Scheduler:
             if seq.status is FINISHED:
                 self._release(seq)
             elif result.ok:
-                self._make_ready(seq)
+                # The last token has no KV yet: it is what the first step here computes.
+                seq.num_computed_tokens = seq.num_tokens - 1
+                self.blocks.commit(seq)
+                seq.handoff = None
+                seq.status = WAITING
+                insort(self._ready, seq, key=_ARRIVAL)
             else:
                 self._release(seq)
                 self._finish(seq, FinishReason.KV_LOST)
                 self._emit(seq, FinishReason.KV_LOST, result.error)
-
-    def _make_ready(self, seq: Sequence) -> None:
-        # The last token has no KV yet: it is what the first step here computes.
-        seq.num_computed_tokens = seq.num_tokens - 1
-        self.blocks.commit(seq)
-        seq.handoff = None
-        seq.status = WAITING
-        insort(self._ready, seq, key=_ARRIVAL)
 
     # --- choosing the batch -----------------------------------------------------------------
 
@@ -424,10 +410,8 @@ class Scheduler:
         return seq.grammar is not None and seq.num_pending_tokens > 0 and not self._may_end(seq)
 
     def _fits_ahead(self) -> bool:
-        """Return whether free blocks hold what running sequences compute next.
-
-        Nobody may be pre-empted while a step in flight computes it.
-        """
+        """Return whether free blocks hold what running sequences compute next: none may be
+        pre-empted now."""
         blocks, budget = self.blocks, self._config.max_num_batched_tokens
         num_free = blocks.num_free_blocks
         # The last block of each may be full, and the rest of the budget fills new ones.
@@ -444,10 +428,8 @@ class Scheduler:
         return needed <= num_free
 
     def _grow(self, seq: Sequence, wanted: int, batch: Batch) -> int:
-        """Find blocks for up to `wanted` more tokens of a running sequence.
-
-        Returns for how many: fewer than wanted rather than pre-empting anyone, 0 if all later
-        sequences were pre-empted in vain.
+        """Find blocks for up to `wanted` more tokens of a running sequence, fewer rather than
+        pre-empting anyone; return for how many: 0 if all later sequences were pre-empted in vain.
         """
         while not (num_new := min(wanted, self._capacity(seq))):
             if not self._preempt_last(seq):
@@ -459,7 +441,6 @@ class Scheduler:
         return num_new
 
     def _capacity(self, seq: Sequence) -> int:
-        """Return how many more tokens the sequence's blocks and all free ones would hold."""
         num_blocks = len(seq.block_table) + self.blocks.num_free_blocks
         return num_blocks * self.blocks.block_size - seq.num_computed_tokens
 
@@ -481,7 +462,6 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _schedule_waiting(self, batch: Batch) -> None:
-        """Serve what waits in order of arrival, until one does not fit."""
         while self._waiting:
             seq = self._waiting[0]
             if not self._is_worth_a_try(seq, batch):
@@ -499,11 +479,8 @@ class Scheduler:
         return blocked is None or blocked.may_fit(seq, self.blocks, batch.budget, spare)
 
     def _spare_for(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence must leave free.
-
-        A read leaves one for each sequence that has some: otherwise the next running sequence to
-        grow would pre-empt what was just read.
-        """
+        """Return how many blocks a sequence must leave free: a read one for each sequence that has
+        some, since the next running sequence to grow would pre-empt what was just read."""
         if seq.handoff is None:
             return 0
         return len(self.running) + len(self._ready) + self._handover.num_reading
@@ -542,7 +519,6 @@ class Scheduler:
         return True
 
     def _start_read(self, seq: Sequence, handoff: KVHandoff, batch: Batch) -> bool:
-        """Read a sequence's KV from where it was computed, if there is room for it."""
         num_tokens = handoff.num_tokens
         first = self.blocks.first_needed(num_tokens)
         cached = self.blocks.match(seq)
@@ -646,10 +622,8 @@ class Scheduler:
 class _HeadNeed:
     """What the head of the queue needs, by what was cached of it when it was looked up.
 
-    To look up a long prompt's blocks takes a millisecond, and it may wait for seconds, so that is
-    not done in every step: only when as many blocks are free as it needs, or when the first block
-    that was missing is cached. If others come to hold blocks of its cached head meanwhile, that
-    many fewer are free, and it waits until they end at the latest.
+    To look up a long prompt's blocks takes a millisecond: that is done only when as many blocks are
+    free as it needs, or when the first block that was missing is cached.
     """
 
     seq: Sequence

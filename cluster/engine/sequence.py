@@ -1,9 +1,7 @@
-"""A sequence: one request's tokens and how far an engine has got with them.
+"""A sequence: one request's tokens and how far an engine has got with them; and a step's `Batch` of
+them.
 
-`token_ids` only ever grows, so whatever was derived from its head (block hashes, computed KV)
-stays right, even after a pre-emption.
-
-A `Batch` is a step in the making: the sequences that the scheduler chose, until they are a plan.
+`token_ids` only ever grows, so whatever was derived from its head stays right.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from cluster.wire.messages import (
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands on this engine."""
-
     WAITING = "waiting"
     """Wants a row, and before that its grammar compiled if it has one. Holds no blocks, unless its
     KV was read from a prefill rank."""
@@ -55,7 +51,6 @@ class Sequence:
     request: GenerateRequest
     max_model_len: InitVar[int]
     arrival: int = 0
-    """Orders all sequences of an engine."""
     handoff: KVHandoff | None = None
     """The handoff to read from; None once it was read, or if there is none."""
     token_ids: list[int] = field(init=False)
@@ -72,9 +67,7 @@ class Sequence:
     """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
     them."""
     last_step: int = 0
-    """The last step that was scheduled to compute it."""
     arrived_at: float = 0.0
-    """By the scheduler's clock."""
     queued_us: int = -1
     """Microseconds until it first got a row; -1 before, and 0 once an output has reported it."""
     num_cached_tokens: int = -1
@@ -120,25 +113,13 @@ class Sequence:
         return self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
-    def num_output_tokens(self) -> int:
-        """Output tokens, those that another engine delivered included."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt's log-probabilities are due: they leave with the first output token.
-
-        So a sequence that has output, here or from another engine, has had them.
-        """
+        """Whether its prompt's log-probabilities are due: not once it has output, here or
+        elsewhere."""
         wanted = self.request.sampling.num_prompt_logprobs >= 0
         return wanted and len(self.token_ids) == self.num_prompt_tokens
 
-    @property
-    def is_at_limit(self) -> bool:
-        return len(self.token_ids) >= self.max_total_len
-
     def forget_computed(self) -> None:
-        """Start over after the blocks were freed: everything is computed again, here."""
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.prompt_logprobs = []
@@ -147,10 +128,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
     def masked_row(self, index: int) -> MaskedRow:
-        """Return what fills the mask of its next token, the `index`-th that the step samples.
-
-        Its grammar is compiled. The matcher counts the tokens in what is returned as given.
-        """
+        """Return what fills the mask of its next token, the `index`-th that the step samples. The
+        matcher counts the tokens in it as given."""
         grammar = self.request.sampling.grammar
         assert grammar is not None and self.grammar is not None
         if self.matcher is None:
@@ -164,7 +143,7 @@ class Sequence:
             self.request_id,
             reason,
             error,
-            position=self.num_output_tokens,
+            position=self.num_tokens - self.num_prompt_tokens,
             num_cached_tokens=max(self.num_cached_tokens, 0),
         )
 

@@ -1,11 +1,8 @@
 """`StepStats`: what a rank notes of its steps, for its watchdog, its metrics and its errors.
 
-Nothing here locks, and writing costs the step less than a microsecond a note. What is read by other
-threads is made of plain numbers where they read it.
-
-What a step should take is learned by its size: a decode step of one token costs far more than a
-two-thousandth of a prefill of two thousand. A size that has not run yet takes what smaller ones
-take per token.
+Nothing here locks, and writing costs the step less than a microsecond a note; other threads read
+plain numbers. What a step should take is learned by its size: a decode step of one token costs far
+more than a two-thousandth of a prefill of two thousand.
 """
 
 from __future__ import annotations
@@ -28,14 +25,10 @@ NUM_LOGGED_STEPS = 1000
 NUM_TOLD_STEPS = 8
 """Of the log in an error: those that lead to it."""
 _KINDS = {StepKind.NOTHING: "dummy", StepKind.DECODE: "decode", StepKind.MIXED: "mixed"}
-"""What this rank's own sequences do, whatever those of others."""
 
 
 class StepStats:
-    """What one rank's step thread notes of its steps, in the order of a step.
-
-    Invariant: one thread writes, any may read.
-    """
+    """What a rank's step thread notes of its steps. Invariant: one thread writes, any may read."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -48,14 +41,11 @@ class StepStats:
         """Tokens of each step that was begun and has not ended, and when it began."""
         self._last_end = 0.0
         self.num_votes = 0
-        """Votes that this leader cast."""
         self.vote_wait_s = 0.0
-        """Seconds between its votes and the last ones of its peers."""
         self.last_step = 0
         """The number of the last one that was begun; the same on all ranks that step together."""
         self._log: deque[StepAgreement] = deque(maxlen=NUM_LOGGED_STEPS)
         self._steps: Counter[tuple[int, StepKind]] = Counter()
-        """By mode and kind."""
         self._replays: Counter[tuple[int, int]] = Counter()
         """By mode and tokens, of those that replayed something."""
         self._num_tokens = 0
@@ -63,7 +53,6 @@ class StepStats:
         self._tokens_of_step = Histogram(
             "iteration_tokens_total", BY_NAME["iteration_tokens_total"].bounds
         )
-        """Of steps that had any."""
 
     def plan(self, step: int) -> None:
         self._enter(step, Phase.PLANNING)
@@ -104,11 +93,8 @@ class StepStats:
         self._enter(step, Phase.RUNNING)
 
     def end_step(self, step: int, *, is_seen: bool = True) -> None:
-        """The step has ended, and is booked; others that were begun later may be under way.
-
-        Args:
-            is_seen: just now; else nobody looked before, perhaps for hours of sleep.
-        """
+        """The step has ended, and is booked; unless `is_seen`, nobody looked before, perhaps for
+        hours of sleep."""
         num_tokens, began = self._in_flight.pop(step)
         now = self._clock()
         # The step before it may have been under way when it began.
@@ -120,7 +106,6 @@ class StepStats:
         self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Note how long a step of this many tokens took."""
         if not num_tokens:
             return
         size, token_s = num_tokens.bit_length(), seconds / num_tokens

@@ -1,16 +1,12 @@
 """Which rank keeps a group from stepping: two clocks over what ranks say of themselves.
 
 1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
-   `SILENT_AFTER_S`, or what its owner allows, is named, followers included: its process is
-   stopped, or its machine is.
-2. Step. Ranks wait for one another, so most of a stuck group only waits: only the rank furthest
-   behind is judged. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
-   steps was expected to take if that is more: a rank with few tokens waits for those with many.
-   While any rank is silent, this clock judges none: either the rank answers, or the heartbeat
-   clock names it.
+   `SILENT_AFTER_S`, or what its owner allows, is named, followers included.
+2. Step. Ranks wait for one another, so only the rank furthest behind is judged. It is stuck after
+   `watchdog_s`, or five times what the longest of the ranks' steps was expected to take if that is
+   more. While any rank is silent, this clock judges none.
 
-There is no I/O and no clock here. The group's owner tells it when heartbeats arrive and what time
-it is.
+There is no I/O and no clock here.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ class Phase(IntEnum):
     RUNNING = 4
     """Inside the forward, and perhaps inside a collective."""
     BOOKING = 5
-    """A leader books what was sampled and sends it."""
 
 
 ASLEEP = (Phase.PLANNING + Phase.AGREEING) / 2
@@ -57,7 +52,6 @@ class Heartbeat:
     step: int
     phase: Phase
     phase_s: float
-    """Seconds in this phase of this step."""
     expected_s: float
     """How long a step of this size should take; 0 outside of a step."""
     is_asleep: bool
@@ -79,10 +73,7 @@ class Watchdog:
         silent_s: float = SILENT_AFTER_S,
         leaders: Sequence[int] | None = None,
     ) -> None:
-        """Watch the ranks with these names from `now` on, or from their first answer if earlier.
-
-        `leaders`: for each rank, the one whose plans it waits for; None: all are leaders.
-        """
+        """Watch the ranks with these names from `now` on; `leaders`: whose plans each waits for."""
         self._leaders = range(len(names)) if leaders is None else leaders
         self._silent_s = silent_s
         self._names = list(names)
@@ -95,14 +86,12 @@ class Watchdog:
         self._answered_at[rank] = now
 
     def on_answer(self, rank: int, silent_from: float) -> None:
-        """Take an answer of a rank that cannot say yet what it does, as while it imports torch.
-
-        Its silence counts from `silent_from` on.
-        """
+        """Take an answer of a rank that cannot say yet what it does; its silence counts from then
+        on."""
         self._answered_at[rank] = max(self._answered_at[rank], silent_from)
 
     def on_tick(self, now: float) -> str | None:
-        """Return which rank holds the group up and why, in a line; None while none does."""
+        """Return which rank holds the group up and why, in a line."""
         silent_s = [now - at for at in self._answered_at]
         longest = max(range(len(silent_s)), key=silent_s.__getitem__)
         if silent_s[longest] > self._silent_s:
@@ -113,8 +102,8 @@ class Watchdog:
     def _stuck(self, now: float) -> str | None:
         """Name the rank that is furthest behind, once it has been there for too long.
 
-        One that waits, or sleeps, may have done so for hours, so what counts for it is how long
-        another rank has been in its phase.
+        One that waits, or sleeps, may have done so for hours: what counts then is how long another
+        rank has been in its phase.
         """
         beats = [beat for beat in self._beats if beat is not None]
         if len(beats) < len(self._names):
@@ -137,10 +126,9 @@ class Watchdog:
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     """Return how far a rank is: a smaller one is further behind.
 
-    A vote wakes every rank that sleeps. So one that sleeps is behind those that have voted for the
-    next step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
-    without work: it waits for what its leader plans next, and is behind once that runs. A leader
-    may plan ahead of a step that its follower has received and not begun.
+    A vote wakes every rank that sleeps: one that does is behind those that have voted for the next
+    step, and ahead of one that plans it. A follower hears nothing of steps without work: it waits
+    for what its leader plans next, which may be ahead of a step that it has received and not begun.
     """
     if beat.is_asleep:
         return beat.step + 1, ASLEEP

@@ -1,13 +1,10 @@
 """Grammars: which tokens may come next, so that a text fits a JSON schema, a regex or a grammar.
 
-By the grammar library (llguidance), which this folder alone knows. A text is matched byte by byte,
-by what the bytes of a token do to a lexer and an Earley parser; a mask has a bit for each token.
-All of it is native code without the interpreter's lock, apart from the loading of a vocabulary.
-
-What a client sends is bounded before it is compiled, and compiling and matching have a budget: a
-grammar that spends it is refused, or ends its sequence with an error. The budget does not hold
-everything: some grammars take minutes or all memory, or overflow the stack, so what strangers send
-is compiled in a process that may die first (`serve/requests/grammar_process.py`).
+By the grammar library (llguidance), which this folder alone knows. All of it is native code without
+the interpreter's lock, apart from the loading of a vocabulary. Compiling and matching have a
+budget: a grammar that spends it is refused, or ends its sequence with an error. The budget does not
+hold everything, so what strangers send is compiled in a process that may die first
+(`serve/requests/grammar_process.py`).
 """
 
 from __future__ import annotations
@@ -57,11 +54,7 @@ class VocabularyError(ValueError):
 
 
 def of_json_schema(schema: dict[str, Any] | bool) -> str:
-    """Return the grammar of the JSON texts that a schema describes.
-
-    Raises:
-        GrammarError: it is nested too deeply.
-    """
+    """Return the grammar of the JSON texts that a schema describes."""
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:
@@ -81,20 +74,14 @@ def of_regex(regex: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """Return the grammar of these texts alone.
-
-    They are one lexeme: a rule of thousands of alternatives is more than a parser may hold.
-    """
+    """Return the grammar of these texts: one lexeme, since a parser may not hold thousands of
+    alternatives."""
     texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
 
 
 def of_grammar(text: str) -> str:
-    """Return a context-free grammar, in Lark's form or in GBNF (`root ::= ...`).
-
-    Raises:
-        GrammarError: it is GBNF with an error.
-    """
+    """Return a context-free grammar, in Lark's form or in GBNF (`root ::= ...`)."""
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # the library raises a bare one for an unknown rule
@@ -122,9 +109,6 @@ class Vocabulary:
         """Load a tokenizer.json, for a model of at least `vocab_size` tokens.
 
         Takes some 5 ms for each thousand tokens, and holds the interpreter's lock meanwhile.
-
-        Raises:
-            VocabularyError: there is no such file, or its tokens are not made of bytes.
         """
         try:
             text = tokenizer_json.read_text(encoding="utf-8")
@@ -150,7 +134,6 @@ class Vocabulary:
         except ValueError as error:
             raise VocabularyError(first_line(str(error))) from error
         self.num_words = -(-int(self._tokenizer.vocab_size) // 32)
-        """Of a mask."""
         self._limits = LLParserLimits(
             initial_lexer_fuel=MAX_LEXER_FUEL,
             step_lexer_fuel=MAX_STEP_FUEL,
@@ -160,12 +143,8 @@ class Vocabulary:
         )
 
     def compile(self, text: str) -> CompiledGrammar:
-        """Return a grammar of which a first token is known to exist.
-
-        Raises:
-            GrammarError: it has an error, uses what the library does not support, spends its
-                budget, or no text fits it.
-        """
+        """Return a grammar of which a first token is known to exist; else a `GrammarError` says
+        why."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
@@ -178,11 +157,7 @@ class Vocabulary:
         return CompiledGrammar(matcher)
 
     def try_out(self, grammar: CompiledGrammar) -> None:
-        """Draw the beginning of a text, whichever, to see what its masks cost.
-
-        Raises:
-            GrammarError: a mask takes longer than `MAX_MASK_S`, or spends the grammar's budget.
-        """
+        """Draw the beginning of a text; a `GrammarError` if a mask takes over `MAX_MASK_S`."""
         state, rng = grammar.copy(), random.Random(0)
         for _ in range(TRIED_TOKENS):
             began = time.thread_time()
@@ -200,7 +175,6 @@ class Vocabulary:
                 raise GrammarError(f"a step of it takes {took_s:.2f} s, more than {MAX_MASK_S:g} s")
 
     def move_ends(self, masks: Masks, rows: Sequence[int], end_token_ids: Sequence[int]) -> None:
-        """Allow the tokens that end a sequence where these rows' texts may end, and only there."""
         index = np.array(rows)
         word, bit = divmod(self._end_id, 32)
         may_end = masks[index, word] >> np.uint32(bit) & np.uint32(1)

@@ -1,8 +1,8 @@
 """Grammars beside the step thread: one thread compiles them, another fills masks.
 
 Both spend their time in native code without the interpreter's lock. The step thread hands work over
-and takes results; everything else here belongs to it. Masks of a step are filled from its plan on,
-while its inputs are built and its forward runs. A rank without such requests starts no thread.
+and takes results. Masks of a step are filled from its plan on, while its inputs are built and its
+forward runs. A rank without such requests starts no thread.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ class GrammarMasks:
     ) -> None:
         """Start nothing yet.
 
-        Args:
-            vocabulary: or why there is none, which is what requests with a grammar end with.
-            num_threads: fill masks.
-            wake: called by the compiling thread when a result is there.
+        `vocabulary` may say why there is none, which is what requests with a grammar end with;
+        `wake` is called by the compiling thread when a result is there.
         """
         self.vocabulary = vocabulary
         self._num_threads = num_threads
@@ -63,11 +61,9 @@ class GrammarMasks:
         self._waiting: dict[str, list[str]] = {}
         """By the text that is being compiled the requests that wait for it."""
         self._done: deque[tuple[str, CompiledGrammar | None, str]] = deque()
-        """Filled by the compiling thread."""
         self.filled_step = -1
         """The last step that has masks; -1 before the first."""
         self._filled: Future[Masks]
-        """Of that step."""
 
     # --- for the scheduler ---
 
@@ -89,7 +85,6 @@ class GrammarMasks:
         return None
 
     def take_compiled(self) -> list[CompileResult]:
-        """Return the results that have come since the last call."""
         results: list[CompileResult] = []
         while self._done:
             text, compiled, error = self._done.popleft()
@@ -103,14 +98,12 @@ class GrammarMasks:
         return results
 
     def forget(self, request_id: str) -> None:
-        """Bring no result for the request."""
         for waiting in self._waiting.values():
             if request_id in waiting:
                 waiting.remove(request_id)
                 return
 
     def fill(self, step: int, num_rows: int, rows: list[MaskedRow]) -> None:
-        """Begin to fill the masks of a step that samples `num_rows` sequences."""
         self.filled_step = step
         self._filled = self._filling.submit(self._fill, num_rows, rows)
 
@@ -151,15 +144,14 @@ class GrammarMasks:
 class MaskFiller:
     """Fills masks of many sequences at once, in native threads. Belongs to one thread.
 
-    A native call cannot be ended. So rows are filled a few at a time, and once that takes long one
-    by one, which tells whose masks are costly: those sequences end with an error.
+    A native call cannot be ended: rows are filled a few at a time, and once that takes long one by
+    one, which tells whose masks are costly.
     """
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._vocabulary = vocabulary
         self._executor = LLExecutor(num_threads)
         self._is_slow = False
-        """The last call was, so that the next rows are filled one by one."""
 
     def fill(self, num_rows: int, rows: list[MaskedRow]) -> Masks:
         """Return the masks of a step's rows; those without a grammar allow everything."""
@@ -197,11 +189,8 @@ class MaskFiller:
         )
 
     def _fill_one(self, masks: Masks, row: MaskedRow, costly_s: float) -> float:
-        """Fill a row and return by how much it took longer than `COSTLY_MASK_S` of a processor.
-
-        Args:
-            costly_s: the sum of these of the step's rows so far.
-        """
+        """Fill a row and return by how much it took longer than `COSTLY_MASK_S` of a processor;
+        those of the step's rows so far were `costly_s` in sum."""
         matcher, grammar = row.matcher, row.matcher.grammar
         if grammar.is_costly:
             matcher.fail(TOO_COSTLY)

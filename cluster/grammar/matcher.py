@@ -1,8 +1,7 @@
 """A sequence's place in its grammar, and a grammar that is ready.
 
-The scheduler holds these and knows no more of grammars: a sequence enters no batch before its
-grammar is compiled, and a step's masks are filled from what it hands over (`masks.py`). Nothing
-here imports the grammar library, so an engine runs without it, and refuses requests with a grammar.
+Nothing here imports the grammar library, so an engine runs without it. A sequence enters no batch
+before its grammar is compiled, and a step's masks are filled from what the scheduler hands over.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class MaskedRow:
-    """A sampled sequence with a grammar."""
-
     index: int
     """Its place among those that the step samples."""
     matcher: Matcher
@@ -57,10 +54,8 @@ class CompiledGrammar:
         """What its masks took of a processor beyond `COSTLY_MASK_S` each, of those that were
         measured one after the other."""
         self.is_costly = False
-        """It was more than `MAX_COSTLY_S`."""
 
     def start(self, end_token_ids: Sequence[int]) -> Matcher:
-        """Return a matcher at the start of a text, which ends with one of these tokens."""
         return Matcher(self, tuple(end_token_ids))
 
     def copy(self) -> LLMatcher:
@@ -70,8 +65,7 @@ class CompiledGrammar:
 class Matcher:
     """One sequence's place in its grammar: it follows from the output tokens that it was given.
 
-    `num_tokens` of them were given, or are about to be. `error` is set by the thread that fills
-    masks: no token fits, or the budget is spent.
+    `error` is set by the thread that fills masks: no token fits, or the budget is spent.
     """
 
     def __init__(self, grammar: CompiledGrammar, end_token_ids: tuple[int, ...]) -> None:
@@ -89,7 +83,6 @@ class Matcher:
         return self._state
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Go on by many tokens, a few at a time."""
         state = self.state
         for start in range(0, len(token_ids), FED_AT_ONCE):
             state.consume_tokens(list(token_ids[start : start + FED_AT_ONCE]))

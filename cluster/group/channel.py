@@ -1,11 +1,9 @@
-"""The channel that carries step plans from a leader to its tensor-parallel followers.
+"""What a leader says to others: plans to its followers, votes to other data-parallel leaders.
 
-A link to each follower (`links.py`): PUB/SUB would drop in silence what a slow follower has not
-read. Down go plans and KV orders, up go reports of ended handoffs and reads.
-
-Nothing here is acknowledged. A step's collectives keep the ranks together, so a leader is never
-more than a step or two ahead of its followers. A connection that breaks ends the group, because
-what was lost with it is unknown.
+There is a link for every two of them (`links.py`). Down to a follower go plans and KV orders, up go
+reports of ended handoffs and reads. Nothing is acknowledged: a step's collectives keep ranks within
+a step or two of each other. A connection that breaks ends the group, because what was lost with it
+is unknown.
 
 Sockets, and not a ring in shared memory, which would save a step some 12 us of a millisecond or
 more (`examples/bench/step_channel.py`). That does not pay for a second path next to TCP.
@@ -14,13 +12,14 @@ more (`examples/bench/step_channel.py`). That does not pay for a second path nex
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from cluster.engine.divergence import StepDigester
-from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink
+from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink, check_hello
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     EndOfSteps,
@@ -28,21 +27,22 @@ from cluster.wire.group_messages import (
     FollowerReport,
     KVOrder,
     LeaderHello,
+    PeerHello,
     StepFrame,
     StillThere,
     ToFollower,
 )
 from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode_from, encode
-from cluster.wire.polling import Budget, Doorbell
+from cluster.wire.sockets import Budget, Doorbell
 
 log = logging.getLogger("lockstep.channel")
 
 Waiting = Callable[[str], None]
-"""Called with what a rank waits for, before it waits."""
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
-"""Between two steps, of all followers together: what is left is read at the next one. Each ends a
-request's handoff or read, of which a step begins a few."""
+"""Between two steps, of all followers together; a step begins a few."""
+SILENCE_TIMEOUT_S = 60.0
+"""The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
 
 
 class StepSender:
@@ -73,15 +73,10 @@ class StepSender:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What polls readable when a follower has reported."""
         return [link.socket for link in self.links]
 
     def accept(self, hello: LeaderHello, waiting: Waiting) -> list[FollowerHello]:
-        """Greet every follower with `hello`; return theirs by rank.
-
-        Raises:
-            FrameError: a follower of another deployment, or none in time.
-        """
+        """Greet every follower with `hello`; return theirs by rank."""
         hellos = []
         for tp_rank, link in enumerate(self.links, start=1):
             waiting(_name(tp_rank))
@@ -92,24 +87,20 @@ class StepSender:
         return hellos
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
+        self.tell(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
 
     def note_drawn(self, token_ids: list[int]) -> None:
         """Check followers two steps later for having drawn the same."""
         self._digester.note_drawn(token_ids)
 
-    def tell(self, order: KVOrder) -> None:
-        """Hand an order to every follower, behind the steps that were sent before."""
-        self._put(order)
+    def tell(self, order: StepFrame | KVOrder) -> None:
+        body = encode(order)
+        for link in self.links:
+            link.send(body)
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
-        """Return what followers have reported since the last call, with their ranks.
-
-        No more than there is time for between two steps; the rest comes with the next call.
-
-        Raises:
-            FrameError: what a follower sent is no report; names it.
-        """
+        """Return what followers have reported, with their ranks: no more than there is time for
+        between two steps. What is no report is a `FrameError` that names its sender."""
         reports: list[tuple[int, FollowerReport]] = []
         budget = Budget(MAX_REPORTS, MAX_REPORTS_S)
         speaking = list(enumerate(self.links, start=1))
@@ -125,13 +116,10 @@ class StepSender:
         return reports
 
     def check(self) -> None:
-        """Look whether a connection has broken; call it now and then.
+        """Look whether a connection has broken; a `ConnectionError` names the follower.
 
         ZeroMQ makes a new one and does not tell what was lost with the old. A leader would wait for
         ever for a lost report, because no step, and so no collective, depends on it.
-
-        Raises:
-            ConnectionError: names the follower.
         """
         for tp_rank, link in enumerate(self.links, start=1):
             try:
@@ -150,15 +138,8 @@ class StepSender:
                 log.warning("%s: gone before the end of steps", _name(tp_rank))
             link.close()
 
-    def _put(self, frame: StepFrame | KVOrder) -> None:
-        body = encode(frame)
-        for link in self.links:
-            link.send(body)
-
 
 class StepReceiver:
-    """A follower's side. Everything belongs to the step thread."""
-
     def __init__(
         self,
         context: Context,
@@ -174,20 +155,12 @@ class StepReceiver:
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
 
     def open(self, hello: FollowerHello) -> None:
-        """Greet the leader and check its answer.
-
-        Raises:
-            FrameError: a leader of another deployment, or none in time.
-        """
+        """Greet the leader and check its answer."""
         self._link.greet(hello)
         self._link.await_hello(hello, LeaderHello)
 
     def receive(self) -> Any:
-        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring.
-
-        Raises:
-            FrameError: what the leader sent is no frame of this channel.
-        """
+        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
         while True:
             self._poller.poll()
             body = self._link.receive(zmq.NOBLOCK)
@@ -210,3 +183,73 @@ _STILL_THERE = encode(StillThere())
 
 def _name(tp_rank: int) -> str:
     return f"follower tp={tp_rank}"
+
+
+class PeerSockets:
+    """One leader's ends towards other leaders. A vote goes to all of them directly, which is one
+    hop; a rank that collected votes would make it two. Everything but `addresses` belongs to the
+    step thread.
+
+    Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        host: str | None,
+        credentials: Credentials,
+    ) -> None:
+        """Open an end for each later rank; host None: all stand on this node."""
+        self._context = context
+        self._credentials = credentials
+        self._later = {
+            rank: ListenLink(context, credentials, _leader(rank), host)
+            for rank in range(dp_rank + 1, dp_size)
+        }
+        self._links: dict[int, ListenLink | ConnectLink] = {}
+        self.addresses = tuple(link.address for link in self._later.values())
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [link.socket for link in self._links.values()]
+
+    def open(
+        self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Callable[[str], None]
+    ) -> None:
+        """Go to the earlier ranks, which wait at `earlier`, greet all peers and check their
+        answers."""
+        going = {
+            rank: ConnectLink(self._context, self._credentials, _leader(rank), address)
+            for rank, address in enumerate(earlier)
+        }
+        for end in going.values():
+            end.greet(hello)
+        self._links = {**going, **self._later}
+        # The waiting side cannot speak before the other one came: that one speaks first, and the
+        # last rank, for which none waits any more, is the first to be answered.
+        for rank in sorted(self._links, reverse=True):
+            waiting(_leader(rank))
+            link = self._links[rank]
+            theirs = replace(hello, dp_rank=rank)
+            found = link.await_hello(hello, PeerHello)
+            check_hello(found, theirs, ("dp_rank", "dp_size", "graphs"), f"{_leader(rank)}: ")
+            link.socket.rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
+
+    def send(self, body: bytes) -> None:
+        for link in self._links.values():
+            link.send(body)
+
+    def receive(self, dp_rank: int) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in `SILENCE_TIMEOUT_S`."""
+        return self._links[dp_rank].receive()
+
+    def close(self) -> None:
+        for link in {**self._later, **self._links}.values():
+            link.close()
+
+
+def _leader(dp_rank: int) -> str:
+    return f"leader dp={dp_rank}"

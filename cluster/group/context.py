@@ -1,17 +1,20 @@
-"""What a rank knows before it loads anything: its configuration, its place and its surroundings."""
+"""What a rank knows before it loads anything, and what it tells of itself."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from cluster.config import EngineConfig
+from cluster.observe.metrics import IN_METRICS_ALONE, SchedulerStats
 from cluster.wire.credentials import SECRET_BYTES, Credentials
 
 if TYPE_CHECKING:
     from compile.scope import ArtifactExchange  # which imports torch
+
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,7 +35,6 @@ class RankPlace:
 
     @property
     def name(self) -> str:
-        """The name by which errors and logs know the rank."""
         return f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
 
 
@@ -43,7 +45,6 @@ class RankContext:
     config: EngineConfig
     place: RankPlace = RankPlace()
     host: str = LOOPBACK
-    """This node's address."""
     credentials: Credentials = field(
         default_factory=lambda: Credentials("", secrets.token_bytes(SECRET_BYTES))
     )
@@ -52,9 +53,7 @@ class RankContext:
     node: str = ""
     """Ray's id of the node, for statistics."""
     is_on_one_node: bool = False
-    """The whole group is."""
     progress: Progress | None = None
-    """Called until the rank is ready."""
     exchange: ArtifactExchange | None = None
     """Where ranks on other nodes publish what they compile."""
 
@@ -63,3 +62,37 @@ class RankContext:
         """Rank and size among the data-parallel ranks that step together."""
         dp_size = self.config.parallel.lockstep_size
         return (self.place.dp_rank if dp_size > 1 else 0), dp_size
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """One rank's figures. Invariant: a cached block that no sequence uses counts as free."""
+
+    place: RankPlace
+    pid: int
+    node: str
+    state: str
+    """starting, loading, ready or stopped."""
+    step: int = 0
+    """The last one that the rank began; followers hear nothing of steps without work."""
+    scheduler: SchedulerStats = field(default_factory=SchedulerStats)
+    """A follower has none: it reports `held_tickets` alone."""
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+    compiling: bool = False
+    """It serves, and its group will go over to what is being compiled."""
+    compile_error: str = ""
+    """Why it goes on without compiled pieces."""
+
+    @classmethod
+    def of(cls, rank: RankContext, state: str, **figures: Any) -> RankStats:
+        return cls(rank.place, os.getpid(), rank.node, state, **figures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `/ready` shows of the rank, without nesting."""
+        figures: dict[str, Any] = asdict(self)
+        nested: dict[str, Any] = figures.pop("place") | figures.pop("scheduler")
+        for each in fields(SchedulerStats):
+            if each.metadata == IN_METRICS_ALONE:
+                del nested[each.name]
+        return nested | figures

@@ -3,17 +3,13 @@
 1. The waiting side opens its end before it loads; the owner tells the other where that is, and the
    nonce of the rendezvous.
 2. When both have loaded, the side that goes there says hello, and the other answers.
-3. Both compare hellos with what they know. From then on frames arrive in order, and
-   a connection that breaks is noticed by the waiting side, because what was lost is unknown.
+3. Both compare hellos with what they know. From then on frames arrive in order, and a connection
+   that breaks is noticed by the waiting side, because what was lost is unknown.
 
-Any process of the application may connect to an open end, for example one of an older epoch whose
-leader had this port before. The nonce tells them apart: a hello without it is logged and gets no
-answer, and the end keeps waiting for the right one. With it, whatever else differs is an error that
-ends the group by name.
-
-The waiting side has a ROUTER, which hears all of them, takes the one with the nonce for its peer
-and drops what others send. A PAIR would belong to whatever connects first, and keep frames for the
-next one when its peer is gone.
+Any process of the application may connect to an open end, for example one of an older epoch. A
+hello without the nonce is logged and gets no answer; with it, whatever else differs ends the group
+by name. So the waiting side has a ROUTER, which hears all of them and drops what others send: a
+PAIR would belong to whatever connects first.
 """
 
 from __future__ import annotations
@@ -30,8 +26,14 @@ import zmq
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import FrameError, decode, encode
-from cluster.wire.node import link_node
-from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, split
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    join,
+    link_node,
+    listening_socket,
+    split,
+)
 
 log = logging.getLogger("lockstep.link")
 
@@ -44,22 +46,17 @@ HELLO_TIMEOUT_S = 60.0
 HELLO_PERIOD_S = 2.0
 """A hello is said again until it is answered: it is lost with a connection that breaks."""
 MAX_WAITING = 10_000
-"""Frames for a rank that does not read. Collectives keep ranks within a step or two of each
-other, so one that is this far behind is gone or stuck."""
+"""Frames for a rank that does not read: one that is this far behind is gone or stuck."""
 MAX_FRAME_BYTES = 1 << 30
 """Members are trusted; this only keeps a mistake from filling the memory."""
 MAX_HELLO_BYTES = 1 << 16
 CLOSE_LINGER_MS = 1000
 MEMBERSHIP = ("protocol", "config_hash", "epoch")
-"""Fields that all members' hellos have alike."""
 
 
 @dataclass(frozen=True)
 class LinkAddress:
-    """Where one rank waits for another."""
-
     node: str
-    """Of the rank that waits, by `link_node`."""
     ipc: str
     tcp: str
     """Empty if all ranks stand on one node."""
@@ -74,12 +71,7 @@ class ListenLink:
     def __init__(
         self, context: Context, credentials: Credentials, name: str, host: str | None
     ) -> None:
-        """Open the end.
-
-        Args:
-            name: of the rank that is waited for.
-            host: this node's address; None if the rank stands on this node.
-        """
+        """Open the end for the rank `name`; host None if it stands on this node."""
         handshake = CurveHandshake(credentials.secret)
         socket = listening_socket(context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING)
         socket.router_mandatory = True  # a peer that is gone is an error, and no silence
@@ -94,11 +86,8 @@ class ListenLink:
         self._greeting = b""
 
     def await_hello(self, ours: Hello, kind: type[H]) -> H:
-        """Wait for the hello of the rank, answer it and return it.
-
-        Raises:
-            FrameError: the rank is another deployment's or epoch's, or did not come in time.
-        """
+        """Wait for the hello of the rank, answer it and return it; a `FrameError` if it does not
+        fit or come."""
         deadline = time.monotonic() + HELLO_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
             if not self.socket.poll(int(left_s * 1000) + 1):
@@ -114,11 +103,7 @@ class ListenLink:
         raise _no_hello(self._name)
 
     def send(self, body: bytes) -> None:
-        """Send a frame.
-
-        Raises:
-            ConnectionError: the rank is gone; names it.
-        """
+        """Send a frame; a `ConnectionError` names a rank that is gone."""
         try:
             self.socket.send_multipart([self._peer, *split(body)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # no such peer, or it is far behind
@@ -139,24 +124,15 @@ class ListenLink:
                 return body
 
     def close(self) -> None:
-        """Close the end; what was sent still leaves."""
         self.socket.close(linger=CLOSE_LINGER_MS)
 
 
 class ConnectLink:
-    """The end that connects to the other rank's."""
-
     def __init__(
         self, context: Context, credentials: Credentials, name: str, address: LinkAddress
     ) -> None:
-        """Connect.
-
-        Args:
-            name: of the rank that waits at `address`.
-
-        Raises:
-            ConnectionError: it waits for ranks of its own node alone.
-        """
+        """Connect to where the rank `name` waits; a `ConnectionError` if that is on its own node
+        alone."""
         where = address.ipc if address.node == link_node() else address.tcp
         if not where:
             raise ConnectionError(f"{name}: wanted it on this node, found it on {address.node}")
@@ -169,11 +145,7 @@ class ConnectLink:
         self.send(encode(ours))
 
     def await_hello(self, ours: Hello, kind: type[H]) -> H:
-        """Wait for the answer to `greet` and return it; arguments as of the other end's.
-
-        Raises:
-            FrameError: the rank is another deployment's or epoch's, or did not answer in time.
-        """
+        """Wait for the answer to `greet` and return it; arguments as of the other end's."""
         deadline = time.monotonic() + HELLO_TIMEOUT_S
         while time.monotonic() < deadline:
             if not self.socket.poll(int(HELLO_PERIOD_S * 1000)):
@@ -186,11 +158,7 @@ class ConnectLink:
         raise _no_hello(self._name)
 
     def send(self, body: bytes) -> None:
-        """Send a frame.
-
-        Raises:
-            ConnectionError: too many frames wait for the rank; names it.
-        """
+        """Send a frame; a `ConnectionError` if too many wait for the rank."""
         try:
             self.socket.send_multipart(split(body), zmq.NOBLOCK)
         except zmq.Again as error:
@@ -209,11 +177,7 @@ class ConnectLink:
 def check_hello(
     found: Hello, wanted: Hello, fields: Sequence[str] = MEMBERSHIP, of: str = ""
 ) -> None:
-    """Compare a member's hello with what it must say.
-
-    Raises:
-        FrameError: names the field that differs.
-    """
+    """Compare a member's hello with what it must say; an error names the field that differs."""
     for field in fields:
         ours, theirs = getattr(wanted, field), getattr(found, field)
         if ours != theirs:

@@ -1,12 +1,12 @@
 """The process group of the ranks that step together: gloo on CPU, NCCL on CUDA.
 
 The first leader's process keeps a store, on a listener that it opened before. All ranks that step
-together join through it, those of other data-parallel ranks too, and wait for one another in it.
-Its first entry is the first leader's hello, with which each rank compares its own.
+together join through it and wait for one another in it. Its first entry is the first leader's
+hello, with which each rank compares its own.
 
-Every wait here has a bound in seconds. torch's own is half an hour, and a rank inside a collective
-can only be freed by ending its process. The store and gloo are torch's: they never ask for a
-secret, so if one node holds all ranks they listen on the loopback alone.
+Every wait here has a bound in seconds: torch's own is half an hour, and a rank inside a collective
+can only be freed by ending its process. The store and gloo never ask for a secret, so if one node
+holds all ranks they listen on the loopback alone.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ END_TIMEOUT_S = 2.0
 
 
 class GroupMembership:
-    """One rank's membership. `shard` is the model's view of it.
-
-    Invariant: `rank` of `size` counts all ranks that step together, tensor-parallel ranks of one
-    data-parallel rank first.
-    """
+    """One rank's membership. Invariant: `rank` of `size` counts all ranks that step together, those
+    of one data-parallel rank in a row."""
 
     def __init__(
         self, store: TCPStore | None, shard: Shard, *, dp_rank: int = 0, dp_size: int = 1
@@ -74,16 +71,11 @@ class GroupMembership:
         dp_size: int = 1,
         shares_experts: bool = False,
     ) -> GroupMembership:
-        """Join those that meet here.
+        """Join those that meet here; a `FrameError` names the field by which the store is another
+        group's.
 
-        Args:
-            host: this node's address.
-            hello: what the first leader's must equal.
-            listener: of the store, on the rank that keeps it.
-            shares_experts: data-parallel ranks hold the model's experts together.
-
-        Raises:
-            FrameError: the store is another group's, or another epoch's; names the field.
+        `host` is this node's address, `hello` what the first leader's must equal, and `listener`
+        the store's, on the rank that keeps it.
         """
         size = len(where.channels) + 1
         # The store listens on the group's address only, and closes the descriptor at its end.
@@ -106,10 +98,8 @@ class GroupMembership:
     def all_reduce_min(self, name: str, value: int) -> int:
         """Return the smallest of all ranks' values; each name can be used once.
 
-        It goes through the store: ranks may come minutes apart.
-
-        Raises:
-            TimeoutError: names the ranks that have not come in `LOAD_TIMEOUT_S`.
+        It goes through the store: ranks may come minutes apart. A `TimeoutError` names those that
+        do not.
         """
         store = self._store
         if store is None:

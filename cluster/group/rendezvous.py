@@ -7,8 +7,7 @@
 3. All ranks load and join process groups through the one store; then followers greet their leader
    through the channel, and leaders one another.
 
-Opening costs milliseconds and no torch, so that all ranks import and load at the same time. If
-one node holds all ranks, nothing of it can be reached from another.
+Opening costs milliseconds and no torch, so that all ranks import and load at the same time.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cluster.group.channel import StepSender
+from cluster.group.channel import PeerSockets, StepSender
 from cluster.group.context import LOOPBACK, RankContext
 from cluster.group.links import LinkAddress
-from cluster.group.peers import PeerSockets
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION
@@ -31,11 +29,8 @@ from cluster.wire.messages import PROTOCOL_VERSION
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What the ranks under one leader must know to find their group.
-
-    A leader of a later data-parallel rank opens no store: `introduce` fills in that of the first,
-    with its nonce, and `earlier`.
-    """
+    """What the ranks under one leader must know to find their group. `introduce` fills in the first
+    leader's store and nonce, and `earlier`."""
 
     store_host: str
     store_port: int
@@ -54,12 +49,11 @@ class Rendezvous:
         return LeaderHello(PROTOCOL_VERSION, credentials.config_hash, epoch, self.nonce)
 
     def host_of(self, host: str) -> str:
-        """Return the address that a rank with this one uses towards the group's others."""
         return LOOPBACK if self.store_host == LOOPBACK else host
 
 
 def introduce(offers: Sequence[Rendezvous]) -> list[Rendezvous]:
-    """Return what the ranks under each leader must know of what leaders opened, by dp_rank."""
+    """Return by dp_rank what the ranks under each leader must know of what leaders opened."""
     first = offers[0]
     return [
         replace(
@@ -74,13 +68,10 @@ def introduce(offers: Sequence[Rendezvous]) -> list[Rendezvous]:
 
 
 class LeaderEndpoints:
-    """A leader's open ends: sockets and their context, and the listener of the group's store.
-
-    Invariant: a group of one rank has no listener, no rendezvous, no channel and no peers.
-    """
+    """A leader's open ends, within the node if all ranks are on one. Invariant: a group of one rank
+    has no listener, no rendezvous, no channel and no peers."""
 
     def __init__(self, context: RankContext) -> None:
-        """Open what the group's other ranks connect to, within the node if all are on one."""
         self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.channel: StepSender | None = None
         self.peers: PeerSockets | None = None

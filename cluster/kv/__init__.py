@@ -1,1 +1,1 @@
-"""How KV changes hands: handoffs and leases, reads, groups. Tensors and sockets: `transport`."""
+"""How KV changes hands: handoffs and leases, reads. Tensors and sockets: `transport`."""

@@ -12,11 +12,15 @@
    once they have ended on each (`GroupHolder`), and the prefill scheduler frees their blocks.
 
 If the decode side dies midway, renewals stop: `KVHolder.tick` ends the lease by the prefill side's
-clock, and the blocks are freed. `serve/pools/router.py` sees the stage lost, drops the request on
-both engines and prefills it again with the tokens so far.
+clock, the only one that counts, and the blocks are freed. `serve/pools/router.py` prefills the
+request again with the tokens so far. A lease that ended never lives again.
 
-The lease runs on the holder's clock alone, and one that ended never lives again. Nothing here does
-I/O; a driver with two threads brings its own lock.
+In a tensor-parallel group every rank holds, and reads, its own slice; a leader's `GroupHolder` and
+`GroupReader` pass each order on to the followers and put the answers together. A handoff has the
+same number on all ranks, and its blocks may be freed when it has ended on all of them: a reader may
+still be copying from the rank whose lease runs longest. A report that was not asked for is a
+`FrameError`, which ends the group. Nothing here does I/O; a driver with two threads brings its own
+lock.
 """
 
 from __future__ import annotations
@@ -26,8 +30,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.wire.group_messages import ReadEnded
-from cluster.wire.messages import KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
+from cluster.wire.group_messages import (
+    CancelRead,
+    DropKV,
+    ExpectKV,
+    HoldKV,
+    KVOrder,
+    ReadEnded,
+    StartRead,
+)
+from cluster.wire.messages import (
+    FrameError,
+    KVCall,
+    KVHandoff,
+    KVRead,
+    KVRelease,
+    KVRenew,
+    KVSource,
+)
 
 
 @dataclass(frozen=True)
@@ -39,27 +59,6 @@ class HandoffMetadata:
     block_bytes: int
     layout: str
     lease_s: float
-
-    def write(
-        self,
-        handoff_id: int,
-        request_id: str,
-        block_ids: list[int],
-        generations: list[int],
-        num_tokens: int,
-    ) -> KVHandoff:
-        """Return the handoff for a sequence of `num_tokens` computed tokens."""
-        return KVHandoff(
-            handoff_id=handoff_id,
-            request_id=request_id,
-            sources=self.sources,
-            block_ids=block_ids,
-            generations=generations,
-            num_tokens=num_tokens,
-            block_bytes=self.block_bytes,
-            layout=self.layout,
-            lease_s=self.lease_s,
-        )
 
     def find_error(self, handoff: KVHandoff, num_tokens: int, num_blocks: int) -> str:
         """Return what makes a handoff for `num_tokens` tokens unusable here, or nothing."""
@@ -82,8 +81,7 @@ class HandoffMetadata:
 class HandoffHolder(Protocol):
     """What a prefill scheduler needs of the object that keeps its handoffs."""
 
-    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease on the blocks and return the handoff's id."""
+    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int: ...
 
     def drop(self, handoff_id: int) -> None:
         """End a handoff whose request was aborted."""
@@ -92,8 +90,7 @@ class HandoffHolder(Protocol):
         """Return the ids of those that ended since the last call: their blocks may be freed."""
 
     @property
-    def num_held(self) -> int:
-        """Handoffs that have not ended."""
+    def num_held(self) -> int: ...
 
 
 class KVReader(Protocol):
@@ -105,20 +102,14 @@ class KVReader(Protocol):
     def start(
         self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
-        """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, then release.
-
-        Both lists may be empty: then the handoff is only released.
-        """
+        """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, if any, then
+        release."""
 
     def cancel(self, request_id: str) -> None:
-        """Stop as soon as possible and release the handoff.
+        """Stop as soon as possible and release the handoff; a started read still comes out of
+        `take_finished`, when it no longer writes."""
 
-        A started read still comes out of `take_finished`, when it no longer writes. One that has
-        ended meanwhile is left alone.
-        """
-
-    def take_finished(self) -> list[ReadEnded]:
-        """Return the started reads that ended since the last call."""
+    def take_finished(self) -> list[ReadEnded]: ...
 
 
 @dataclass
@@ -132,7 +123,7 @@ class KVHolder:
     """The handoffs of a prefill rank and their leases.
 
     Invariant: a handoff is held, or ended once and for all; each ended one comes out of
-    `take_ended` exactly once, however it ended. `clock` must never go back.
+    `take_ended` exactly once. `clock` must never go back.
     """
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
@@ -144,7 +135,6 @@ class KVHolder:
         self._leases: OrderedDict[int, _Lease] = OrderedDict()
         self._ended: list[int] = []
         self.last_handoff_id = 0
-        """The highest that was ever issued."""
 
     @property
     def num_held(self) -> int:
@@ -157,11 +147,7 @@ class KVHolder:
         return self.last_handoff_id
 
     def answer(self, call: KVCall, max_blocks: int) -> bool:
-        """Do what a reader asks; return whether its lease was alive.
-
-        Args:
-            max_blocks: to read in one call.
-        """
+        """Do what a reader asks, in at most `max_blocks`; return whether its lease was alive."""
         match call:
             case KVRead():
                 is_short = len(call.block_ids) <= max_blocks
@@ -180,7 +166,6 @@ class KVHolder:
         return True
 
     def release(self, handoff_id: int, num_blocks_read: int) -> bool:
-        """End a handoff; True if its lease was alive from hold until now."""
         if not self.is_alive(handoff_id):
             return False
         self._end(handoff_id)
@@ -227,3 +212,95 @@ class KVHolder:
     def _end(self, handoff_id: int) -> None:
         del self._leases[handoff_id]
         self._ended.append(handoff_id)
+
+
+Tell = Callable[[KVOrder], None]
+
+
+class GroupHolder:
+    """The handoffs of a prefill group. Each comes out of `take_ended` once, after it has ended
+    everywhere."""
+
+    def __init__(self, local: HandoffHolder, num_followers: int, tell: Tell | None = None) -> None:
+        self._local = local
+        self._num_followers = num_followers
+        self._tell = tell or (lambda order: None)
+        self._num_alive: dict[int, int] = {}
+        """By handoff: the ranks on which it has not ended."""
+        self._ended: list[int] = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._num_alive)
+
+    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
+        handoff_id = self._local.hold(request_id, block_ids, generations)
+        self._num_alive[handoff_id] = 1 + self._num_followers
+        self._tell(HoldKV(handoff_id, request_id, block_ids, generations))
+        return handoff_id
+
+    def drop(self, handoff_id: int) -> None:
+        self._local.drop(handoff_id)
+        self._tell(DropKV(handoff_id))
+
+    def on_handoffs_ended(self, handoff_ids: list[int]) -> None:
+        """Take one rank's report. Each reports a handoff once; a `FrameError` otherwise."""
+        for handoff_id in handoff_ids:
+            if handoff_id not in self._num_alive:
+                raise FrameError(f"handoff: wanted one that is held, found the end of {handoff_id}")
+            self._num_alive[handoff_id] -= 1
+            if not self._num_alive[handoff_id]:
+                del self._num_alive[handoff_id]
+                self._ended.append(handoff_id)
+
+    def take_ended(self) -> list[int]:
+        self.on_handoffs_ended(self._local.take_ended())
+        ended, self._ended = self._ended, []
+        return ended
+
+
+class GroupReader:
+    """The reads of a decode group. Each comes out of `take_finished` once, after its last write
+    anywhere."""
+
+    def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
+        self._local = local
+        self._num_followers = num_followers
+        self._tell = tell or (lambda order: None)
+        self._num_reading: dict[str, int] = {}
+        """By request: the ranks whose read has not ended."""
+        self._errors: dict[str, str] = {}
+        self._finished: list[ReadEnded] = []
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        self._local.expect(request_id, handoff)
+        self._tell(ExpectKV(request_id, handoff))
+
+    def start(
+        self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
+    ) -> None:
+        self._num_reading[request_id] = 1 + self._num_followers
+        self._local.start(request_id, handoff, source_indices, dst_blocks)
+        self._tell(StartRead(request_id, handoff, source_indices, dst_blocks))
+
+    def cancel(self, request_id: str) -> None:
+        self._local.cancel(request_id)
+        self._tell(CancelRead(request_id))
+
+    def on_read_ended(self, request_id: str, error: str) -> None:
+        """Take one rank's report. Each reports a started read once; a `FrameError` otherwise."""
+        if request_id not in self._num_reading:
+            raise FrameError(f"read: wanted one that was started, found the end of {request_id!r}")
+        if error:
+            self._errors.setdefault(request_id, error)
+        self._num_reading[request_id] -= 1
+        if not self._num_reading[request_id]:
+            del self._num_reading[request_id]
+            error = self._errors.pop(request_id, "")
+            self._finished.append(ReadEnded(request_id, error))
+
+    def take_finished(self) -> list[ReadEnded]:
+        for result in self._local.take_finished():
+            self.on_read_ended(result.request_id, result.error)
+        finished, self._finished = self._finished, []
+        return finished

@@ -1,15 +1,12 @@
 """The reader's side of a handoff, to bytes that can be trusted.
 
-A read goes through three phases:
-
 1. *expected*: its handoff's lease is renewed until the scheduler has blocks for it;
 2. *reading*: the blocks are copied, at once if the source's memory is mapped, else chunk by
    chunk in answers to `KVRead`;
 3. *releasing*: the handoff is released, and the answer tells whether its lease held throughout.
 
-This is a state machine. It sends through a `ReadTransport`, takes answers and ticks, and blocks
-nowhere; a thread with sockets drives it (`cluster/kv/transport/puller.py`), or a simulator.
-A malformed handoff or answer ends its read without raising.
+This is a state machine: a thread with sockets drives it (`cluster/kv/transport/puller.py`), or a
+simulator. A malformed handoff or answer ends its read without raising.
 """
 
 from __future__ import annotations
@@ -25,10 +22,8 @@ from cluster.wire.messages import KVAnswer, KVCall, KVHandoff, KVRead, KVRelease
 CHUNK_BYTES = 8 << 20
 """Bytes of one copy or one answer; a cancelled read stops between two of them."""
 MAX_CHUNK_BLOCKS = 4096
-"""In one call, which names each by an id and a generation: together less than one part of a message
-may have (`wire/sockets.py`)."""
+"""In one call, which names each: together less than one part of a message may have."""
 ABORTED = "aborted"
-"""The error of a read whose request was."""
 ANSWER_TIMEOUT_S = 5.0
 """A holder that is silent this long is taken for dead: its thread does nothing but answer."""
 
@@ -42,18 +37,16 @@ class ReadTransport(Protocol):
     """What the reads need of the world."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        """Send a call; the answer comes back to `KVPulls.on_answer`. Raises OSError if it cannot be
-        sent."""
+        """Send a call, answered at `KVPulls.on_answer`; raises OSError if it cannot be sent."""
 
-    def is_mapped(self, source: KVSource) -> bool:
-        """Whether `copy` can reach the source's blocks."""
+    def is_mapped(self, source: KVSource) -> bool: ...
 
     def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
         """Copy blocks of the source into blocks of ours; raises OSError if it is gone."""
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write the bytes of an answer into blocks of ours; raises ValueError if they do not
-        fit, before anything is written."""
+        """Write an answer's bytes into blocks of ours; raises ValueError, first, if they do not
+        fit."""
 
     def forget(self, source: KVSource) -> None:
         """Let go of a holder that is taken for dead: its memory, its connection."""
@@ -61,8 +54,6 @@ class ReadTransport(Protocol):
 
 @dataclass
 class _Pull:
-    """One read: a request's way from handoff to bytes."""
-
     request_id: str
     handoff: KVHandoff
     source: KVSource
@@ -109,13 +100,11 @@ class KVPulls:
         """When the latest call that a holder has answered was sent."""
         self._finished: list[ReadEnded] = []
         self.bytes_received = 0
-        """Bytes copied in reads under a valid lease."""
         self.num_reads = 0
-        """Reads under a valid lease."""
         self.num_failed = 0
         """Reads that were not, or did not end; those that were aborted apart."""
         self.read_s = 0.0
-        """Seconds from the start of a read under a valid lease to its end, summed up."""
+        """Seconds of reads under a valid lease."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Keep the handoff's lease alive until the read starts or is cancelled."""
@@ -196,10 +185,7 @@ class KVPulls:
                 self._send(pull, KVRenew(pull.handoff.handoff_id))
 
     def next_deadline(self) -> float | None:
-        """Return when `on_tick` has something to do, by the clock; None: not before the next event.
-
-        A read whose handoff another request owns waits to be started, and has nothing to renew.
-        """
+        """Return when `on_tick` has something to do, by the clock; None: at no time yet."""
         times = (min(pull.renew_at, self._answer_by(pull)) for pull in self._pulls.values())
         soonest = min(times, default=math.inf)
         return None if math.isinf(soonest) else soonest

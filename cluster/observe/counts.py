@@ -25,11 +25,7 @@ class Histogram:
     """How often a value fell into each bucket. One thread observes, any may read."""
 
     def __init__(self, name: str, bounds: Sequence[float]) -> None:
-        """Count nothing yet.
-
-        Args:
-            bounds: the upper bounds of buckets, ascending; what lies above has one of its own.
-        """
+        """`bounds` are the upper ones of buckets, ascending; what lies above has one of its own."""
         self._bounds = tuple(bounds)
         self._name = name
         self._bound_texts = [bound_text(bound) for bound in (*bounds, float("inf"))]
@@ -64,16 +60,12 @@ class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     totals: dict[str, Counts] = {}
     last: dict[str, Counts] = {}
-    """By process what it said last, in the order in which they spoke."""
 
     def add(self, source: str, owner: str, counts: Mapping[tuple[str, ...], float]) -> bool:
         """Add what a process has counted since it said so last; return whether that is anything.
 
         What it has not counted yet has a total of zero, so that whoever watches it sees it begin.
-
-        Args:
-            source: identifies the process: no other one is ever called so.
-            owner: whose totals grow.
+        `source` identifies the process: no other one is ever called so.
         """
         last = self.last.pop(source, {})
         self.last[source] = dict(counts)

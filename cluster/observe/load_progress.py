@@ -1,7 +1,8 @@
-"""How far a rank has come before it is ready, how long that took and how long it may yet take."""
+"""How far a process has come before it is ready, how long that took and may yet take."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ class LoadProgress:
     done: int
     total: int
     elapsed_s: float = 0.0
-    """Since it began with `what`."""
     remaining_s: float | None = None
     """At the pace since its first part was done; None before two parts are."""
     dp_rank: int | None = None
@@ -23,7 +23,6 @@ class LoadProgress:
     """The rank; None for the whole group."""
 
     def aged(self, seconds: float) -> LoadProgress:
-        """Return it as it is so long after, if nothing more was done."""
         left = None if self.remaining_s is None else max(0.0, self.remaining_s - seconds)
         return replace(self, elapsed_s=self.elapsed_s + seconds, remaining_s=left)
 
@@ -32,7 +31,6 @@ class LoadClock:
     """Times one rank's progress. One thread notes it, any may read."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with `what`, of which nothing is done."""
         self._clock = clock
         now = clock()
         self._now = (what, 0, 1, now, (0, now), now)
@@ -44,7 +42,6 @@ class LoadClock:
         return self._now[0]
 
     def note(self, what: str, done: int, total: int) -> None:
-        """Note how far it is; another `what` begins now."""
         old, old_done, _, began, first, at = self._now
         now = self._clock()
         if what != old:
@@ -65,3 +62,10 @@ class LoadClock:
         elif done >= total:
             remaining_s = 0.0
         return LoadProgress(what, done, total, now - began, remaining_s, dp_rank, tp_rank)
+
+
+def keep_what_is_loaded() -> None:
+    """Exclude what a ready process has loaded from garbage collection, which stops all other
+    Python."""
+    gc.collect()
+    gc.freeze()

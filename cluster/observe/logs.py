@@ -31,13 +31,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(log_format: str) -> None:
-    """Write what Lockstep's loggers say to standard error, in this format.
-
-    Other libraries' loggers stay as they are.
-
-    Raises:
-        FieldError: the level in the environment is none.
-    """
+    """Write what Lockstep's loggers say to standard error; others stay as they are."""
     handler = logging.StreamHandler()
     if log_format == JSON:
         handler.setFormatter(JsonFormatter())

@@ -1,9 +1,8 @@
 """Every metric: its name, its labels, what it means. One table, which all that shows metrics reads.
 
-Names, buckets and meanings of those that vLLM has are vLLM's with another prefix. All have the
-labels `model_name` and `engine`: the name of an engine as in `prefill-0-0` (pool, replica,
-data-parallel rank), or `ingress` for what is measured where clients are answered. No label takes
-values that clients choose.
+Names, buckets and meanings of those that vLLM has are vLLM's with another prefix. The label
+`engine` is the name of an engine as in `prefill-0-0` (pool, replica, data-parallel rank), or
+`ingress`. No label takes values that clients choose.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from cluster.observe.counts import BUCKET, SUM, Counts, bound_text
 
 PREFIX = "lockstep:"
 INGRESS = "ingress"
-"""The engine of what is measured at the ingress."""
 COMMON_LABELS = ("model_name", "engine")
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -42,16 +40,13 @@ class Metric:
     """One metric. Invariant: a counter's name ends with `_total`."""
 
     name: str
-    """Without the prefix."""
     kind: str
     meaning: str
     labels: tuple[str, ...] = ()
-    """Beside the common ones."""
     bounds: tuple[float, ...] = ()
     """A histogram's; empty: 1, 2, 5, 10, ... up to the model's length."""
 
     def bounds_for(self, max_model_len: int) -> tuple[float, ...]:
-        """Return a histogram's upper bounds."""
         if self.bounds:
             return self.bounds
         powers = (10**i for i in range(len(str(max_model_len))))
@@ -246,9 +241,7 @@ class SchedulerStats:
     """Prompt positions computed here, again after a pre-emption included."""
     num_preemptions: int = field(default=0, metadata=IN_METRICS_ALONE)
     prefix_queries: int = field(default=0, metadata=IN_METRICS_ALONE)
-    """Tokens looked up in the prefix cache."""
     prefix_hits: int = field(default=0, metadata=IN_METRICS_ALONE)
-    """Tokens found there."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +250,6 @@ class MetricsSnapshot:
 
     totals: dict[str, Counts]
     engines: dict[str, SchedulerStats]
-    """Those that are alive."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +266,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Described:
-    """What does not change while an application runs."""
-
     model_name: str
     max_model_len: int
     cache_info: tuple[tuple[str, str], ...] = ()
@@ -326,10 +316,8 @@ def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> 
 def _histogram(
     labels: tuple[str, ...], values: Mapping[tuple[str, ...], float], bounds: tuple[float, ...]
 ) -> Sample:
-    """Return the sample of a histogram, cumulated.
-
-    An earlier deployment may have had other bounds: what it counted goes where it fits.
-    """
+    """Return the sample of a histogram, cumulated; what another deployment counted goes where it
+    fits."""
     counted = sorted((float(own[1]), n) for own, n in values.items() if own[0] == BUCKET)
     buckets: list[tuple[str, float]] = []
     below, i = 0.0, 0

@@ -12,21 +12,19 @@ import torch
 ALIGNMENT = 128
 """Bytes: a line of a GPU's cache. Kernels are compiled for addresses that are multiples of 16."""
 MAX_GAP_BYTES = 64 * 1024
-"""What a copy may carry between two buffers that a step fills. So much takes a PCIe link some 3 us,
-and another copy takes the host about as long to launch."""
+"""What a copy may carry between two buffers: about as long as it takes the host to launch another.
+"""
 
 
 class Staging:
     """Memory for buffers that are copied to the device together, once a step.
 
     A copy to a CUDA device reads its host array after the call has returned: with two arrays a step
-    fills that of the step before the last one, which has ended. On a CPU nothing is copied.
-
-    Invariant: all buffers are reserved before `allocate`, and none is used before it.
+    fills that of the step before the last one. On a CPU nothing is copied. Invariant: all buffers
+    are reserved before `allocate`, and none is used before it.
     """
 
     def __init__(self, device: torch.device, num_steps: int = 1) -> None:
-        """Reserve nothing yet; up to `num_steps` steps are in flight."""
         self.device = device
         self.is_copied = device.type == "cuda"
         self._num_arrays = num_steps if self.is_copied else 1
@@ -60,7 +58,6 @@ class Staging:
                 buffer.place(self._arrays, self._on_device)
 
     def next_step(self) -> None:
-        """Fill the arrays of the next step from now on."""
         self._turn = (self._turn + 1) % self._num_arrays
         for buffer in self._buffers:
             buffer.host = buffer.hosts[self._turn]
@@ -71,10 +68,8 @@ class Staging:
             self._spans.append((start, end))
 
     def upload(self) -> None:
-        """Copy what was staged, in as few copies as gaps allow.
-
-        What lies in a gap is copied too, so a buffer holds what was staged for this step alone.
-        """
+        """Copy what was staged, and what lies in gaps of it: a buffer holds what was staged for
+        this step alone."""
         array = self._arrays[self._turn]
         for start, end in joined(self._spans):
             self._on_device[start:end].copy_(array[start:end], non_blocking=True)
@@ -96,8 +91,8 @@ def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class StaticBuffer:
     """One tensor on the device whose address never changes, and the host arrays that fill it.
 
-    From the staging's `allocate` on, `device` is the whole tensor, and `host` the array to fill in
-    this step; what that holds of earlier steps is undefined.
+    From the staging's `allocate` on, `host` is the array to fill in this step; what it holds of
+    earlier steps is undefined.
     """
 
     host: npt.NDArray[Any]

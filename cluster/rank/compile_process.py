@@ -2,18 +2,16 @@
 
     python -m cluster.rank.compile_process        started by a rank, never by hand
 
-1. The process builds the rank's model without values, traces it and compiles its pieces into the
-   cache, under the key and in the directory that the rank itself would use. A lock lies on each
-   piece that is being compiled, so processes of other ranks, and of a group that died, do no work
-   twice. It gets a `CompileJob` on its standard input, reports its progress on its standard output
-   in lines of JSON, and ends with its rank: then its input ends.
+1. The process builds the rank's model without values and compiles its pieces into the cache, under
+   the key and in the directory of the rank. A lock lies on each piece that is being compiled, so
+   processes of other ranks do no work twice. It gets a `CompileJob` on its standard input, reports
+   progress on its standard output in lines of JSON, and ends with its rank: then its input ends.
 2. When it has ended, the rank's step thread loads one piece between two steps: all of them at once
    would hold its streams up.
 3. Then the rank's `CompileSwitch` knows, and its next vote says so.
 
-If compiling is ended from outside, or by the machine, the rank says why, once, and goes on as it
-is. If the model cannot be compiled, the rank ends, as it would have without serving meanwhile: the
-group's owner ends the start.
+If compiling is ended from outside, the rank says why and goes on as it is. If the model cannot be
+compiled, the rank ends, and the group's owner ends the start.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ from model.weights import blank_model
 log = logging.getLogger("lockstep.compile")
 
 NICENESS = 5
-"""Of the process: beside a busy rank it gets a quarter of a core, not half. With much less, ranks
-that are always busy would hardly ever be compiled for."""
+"""Of the process: with much less, ranks that are always busy would hardly ever be compiled for."""
 CLOSE_S = 2.0
 """For the process to end; what it has started may hold its output open for longer."""
 
@@ -65,9 +62,7 @@ class CompileJob:
     place: RankPlace
     """Its dp_rank names the directory in the cache, also where ranks are independent."""
     tp: tuple[int, int]
-    """Rank and size of the tensor-parallel group."""
     dp: tuple[int, int]
-    """Rank and size among the data-parallel ranks that step together."""
     shares_experts: bool
 
     @classmethod
@@ -92,12 +87,12 @@ def _shard(rank: int, size: int, kind: str, data: Shard | None = None) -> Shard:
 class CompileProcess:
     """A rank's end: starts the process, follows its progress, and ends it.
 
-    Invariant: once `has_ended`, `error` says why nothing was compiled, or is empty; `is_final` if
-    every other try would end so.
+    Once `has_ended`, `error` says why nothing was compiled, or is empty; `is_final` if every other
+    try would end so.
     """
 
     def __init__(self, job: CompileJob, on_end: Callable[[], None]) -> None:
-        """Start compiling; `on_end` is called on a thread of its own when it has ended."""
+        """`on_end` is called on a thread of its own when compiling has ended."""
         self.done, self.total = 0, 1
         self.has_ended = False
         self.error = ""
@@ -120,7 +115,6 @@ class CompileProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process, unless it has ended, and wait for it a moment."""
         self._is_closing = True
         self._process.kill()
         self._thread.join(CLOSE_S)
@@ -172,9 +166,8 @@ class CompileAhead:
     """
 
     def __init__(self, job: CompileJob, forward: StepForward, wake: Callable[[], None]) -> None:
-        """Start compiling; `wake` wakes the step thread, and is called on any thread."""
+        """`wake` wakes the step thread, and is called on any thread."""
         self.error = ""
-        """Why the rank goes on without compiled pieces."""
         self._num_threads = job.config.threads
         self._forward = forward
         self._wake = wake
@@ -199,8 +192,7 @@ class CompileAhead:
     def load_slice(self) -> None:
         """Load the next piece, if there is one. Call it between steps.
 
-        Raises:
-            CannotCompile: there is nothing to load, and no other start would have it.
+        `CannotCompile`: there is nothing to load, and no other start would have it.
         """
         if self.error or self._forward.switch.is_loaded:
             return
@@ -238,7 +230,6 @@ class CompileAhead:
 
 
 def main() -> int:
-    """Compile what standard input describes; return the process's exit code."""
     os.nice(NICENESS)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     job: CompileJob = pickle.load(sys.stdin.buffer)

@@ -1,7 +1,7 @@
-"""What a rank's model is compiled with: the scope that it is built in.
+"""What a rank's model is compiled with: the scope that it is built in, and its part of the cache's
+key.
 
-The key of the compile cache comes from here as far as the model decides it. What is left out of it
-must not change generated code: ranks, ports, paths, sizes of graphs.
+What is left out of the key must not change generated code: ranks, ports, paths, sizes of graphs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ log = logging.getLogger("lockstep.compile")
 MODEL_SOURCES = sources_hash(Path(model.__file__).parent)
 """When they were imported: a file that is changed later does not run here."""
 ATTENTION = AttentionGraphSupport.ALWAYS
-"""Kernels take their grids from shapes and the rest from tensors. A graph does freeze how many
-sequences decode, so in a full graph of a mixed step all of them are chunks (`StepInputs`)."""
+"""A graph freezes how many sequences decode: in a full graph of a mixed step all are chunks."""
 
 
 def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
-    """Return the memory of a rank's graphs; nothing is allocated yet."""
     new_pool = partial(new_graph_pool, device, poison=config.poison_graph_pool)
     return GraphPools(new_pool, policy=config.graph_pool)
 
@@ -77,7 +75,6 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
 
 
 def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
-    """Return whether the group can compile what is wanted: a CPU needs a C++ compiler for it."""
     wanted = config.compilation
     needs_compiler = (
         config.device == "cpu"
@@ -110,7 +107,8 @@ def as_final(error: BaseException) -> CannotCompile | None:
         if isinstance(each, OSError | MemoryError | CppCompileError):
             return None
         # Inductor's errors are Dynamo's as well.
-        is_final |= isinstance(each, (*_FINAL_ERRORS, TorchDynamoException))
+        ours = (GraphBreakError, PieceInvariantError, TraceError)
+        is_final |= isinstance(each, (*ours, TorchDynamoException))
         is_final |= isinstance(each, FieldError) and each.field.startswith("compilation.")
         inner = (getattr(each, "inner_exception", None), each.__cause__, each.__context__)
         chain += [found for found in inner if found is not None and found not in chain]
@@ -125,19 +123,9 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-_FINAL_ERRORS = (
-    GraphBreakError,
-    PieceInvariantError,
-    TraceError,
-)
-"""Of what is compiled and how, beside torch's own."""
-
-
 def missing_for_triton() -> str:
-    """Return what the machine lacks for Triton, or nothing.
-
-    Triton compiles what launches a kernel as an extension of Python, at every level of ours.
-    """
+    """Return what the machine lacks for Triton, which compiles what launches a kernel as an
+    extension."""
     compilers, missing = cc(), []
     if not any(shutil.which(name) for name in compilers):
         missing.append(f"a C compiler, {' or '.join(compilers)} (Debian: gcc)")

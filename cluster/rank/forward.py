@@ -1,14 +1,11 @@
 """A rank's forward: compiled, captured, and run the way that a step's agreement decides.
 
 1. `compile` runs the model once on padding: a module that compiles itself does it now.
-2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
-   what compiles or captures from here on is counted and named.
+2. `capture` records the graphs that the configuration wants, largest first, and seals the process.
 3. If the rank is to serve while it compiles and the cache lacks its pieces, steps run as the model
-   is written. Compiling and capturing is left to the stages of a `CompileSwitch`, which `enter`
-   enters between steps.
+   is written, and the rest is left to the stages of a `CompileSwitch`, entered between steps.
 4. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
-   rank looks at anything of its own to decide which. Behind the full graph of a decode step comes
-   one that scores the vocabulary, if the configuration wants that.
+   rank looks at anything of its own to decide which.
 """
 
 from __future__ import annotations
@@ -60,12 +57,10 @@ from model.sampler import costliest_sampling, likeliest, sample, score
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.
-A step of as many is timed."""
+"""
 NUM_LOADED_TOKENS = 1
-"""Tokens of the padding that is shown to what is loaded, which looks at its kind alone."""
 MAX_SCORED_ROWS = 256
-"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000. A whole chunk's
-would take all the memory that the KV cache leaves."""
+"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000."""
 _MISSING, _FOUND = 1, 2
 """What a rank finds of its compiled forward; 0 if it has no cache."""
 
@@ -81,8 +76,6 @@ class Scored(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a forward computed."""
-
     hidden: torch.Tensor
     """[T, E], padded"""
     scored: Scored | None
@@ -106,15 +99,11 @@ class StepForward:
         pools: GraphPools,
         token_bytes: int = 0,
     ) -> None:
-        """Prepare to run `model`, which was built in the scope of `config`.
-
-        Args:
-            token_bytes: what a graph needs for each of its tokens.
-        """
+        """`model` was built in the scope of `config`; a graph needs `token_bytes` for each of its
+        tokens."""
         self.config = config
         self._token_bytes = token_bytes
         self._num_asked = 0
-        """How often ranks were asked for their free memory."""
         self._model = model
         self.switch = CompileSwitch()
         """At its end, unless `compile` leaves something to do while the rank serves."""
@@ -122,7 +111,6 @@ class StepForward:
         self._reports: list[CaptureReport] = []
         self.num_piecewise_steps = 0
         self._piecewise_s = self._replayed_s = 0.0
-        """Host seconds of those steps, and of what they replayed."""
         self._layers = model.attention_layers()
         self._inputs = inputs
         self._group = group
@@ -132,7 +120,6 @@ class StepForward:
         is_as_is = config.level == CompilationLevel.DYNAMO_AS_IS
         self._call = wrap_forward(compile_as_is(model) if is_as_is else model, config, pools)
         self._score: CUDAGraphWrapper | None = None
-        """Scores the rows of decode steps that replay a full graph."""
         if config.capture_logits and config.graph_mode.decode_mode() is CUDAGraphMode.FULL:
             full = CUDAGraphMode.FULL
             self._score = CUDAGraphWrapper(self._score_rows, full, pools, trims_pool=False)
@@ -190,11 +177,8 @@ class StepForward:
             self._backbone.prepare(batch.input_ids, batch.positions)
 
     def _num_traced_tokens(self, max_num_tokens: int) -> int:
-        """Return how many tokens of padding the forward is traced on.
-
-        Inductor tunes a GPU's kernels on as many: there it is a common size, the middle one of
-        those that are captured.
-        """
+        """Return how many tokens of padding the forward is traced on: on a GPU, whose kernels
+        Inductor tunes on as many, the middle one of the captured sizes."""
         num_tokens = NUM_TRACED_TOKENS
         sizes = self.config.cudagraph_capture_sizes
         if self._inputs.device.type == "cuda" and sizes:
@@ -207,7 +191,6 @@ class StepForward:
         return self._model.model
 
     def _is_deferred(self) -> bool:
-        """Return whether the group serves before it has compiled: the same on all ranks."""
         has_pieces = self.config.level >= CompilationLevel.DYNAMO_ONCE
         if self.config.serve_while_compiling != "on" or not has_pieces:
             return False
@@ -227,10 +210,8 @@ class StepForward:
         )
 
     def loading(self) -> Iterator[None]:
-        """Load what another process has compiled, a piece at a time; see `is_loaded`.
-
-        Call it between steps: it fills the static inputs with padding.
-        """
+        """Load what another process has compiled, a piece at a time. Call it between steps: it
+        fills the static inputs with padding."""
         batch = self._inputs.dummy(NUM_LOADED_TOKENS, 1)
         yield from self._backbone.loading(batch.input_ids, batch.positions)
 
@@ -252,10 +233,9 @@ class StepForward:
     def run_sizes(self) -> None:
         """Run on padding what a GPU has kernels of its own for, so that all of them are built.
 
-        Decode steps of 1, 2, 4, ... sequences and of all: the attention of a few sequences is
-        another kernel than that of many. Prompts of 1, 2, 4, ... tokens and of a full step: the
-        tiles of experts grow with tokens. And each number of tokens that pieces were compiled for,
-        whose kernels are tuned when they run. The last one's tokens are sampled by every filter.
+        Decode steps and prompts of 1, 2, 4, ... and of all: the attention of a few sequences is
+        another kernel than that of many, and the tiles of experts grow with tokens. And each number
+        of tokens that pieces were compiled for. The last one's tokens are sampled by every filter.
         """
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
@@ -280,9 +260,9 @@ class StepForward:
     def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
         """Run the largest step on padding; return the bytes of a CUDA device that it needs.
 
-        As much of a prompt is scored as exists at once, and then every row is sampled by every rule
-        and filter, whose tables stay once one is asked for. The memory is released again, because
-        trials of graphs may empty the allocator's cache at any time.
+        As much of a prompt is scored as exists at once, and every row sampled by every rule and
+        filter. The memory is released again, because trials of graphs may empty the allocator's
+        cache at any time.
         """
         device = self._inputs.device
         is_on_cuda = device.type == "cuda"
@@ -347,7 +327,6 @@ class StepForward:
         return estimate_graph_bytes(trials, policy=self.config.graph_pool)
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Capture every graph that the configuration replays, and seal the process."""
         cases = self._cases()
         if cases:
             self._group.barrier("allocated")
@@ -400,11 +379,8 @@ class StepForward:
         return hidden
 
     def _fits_on_all_ranks(self, key: BatchDescriptor) -> bool:
-        """Wait for all ranks; return whether a graph fits on each.
-
-        They find different amounts of memory, but a graph that one must skip is skipped by all. No
-        rank captures before all have come to the same size.
-        """
+        """Wait for all ranks; return whether a graph fits on each: one that a rank must skip is
+        skipped by all."""
         needed = MARGIN_BYTES + key.num_tokens * self._token_bytes
         if self._score is not None and key.uniform_decode:
             # Logits as the product gives them, which may be float32 too, and in float32.
@@ -459,8 +435,8 @@ class StepForward:
     def _run_pieces(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor:
         """Run a step of replayed pieces, and note how much of its host time they take.
 
-        The rest is spent between them: in prefill that is attention with its metadata, which a
-        faster replay does not speed up. On a GPU a replay takes as long as launching it.
+        The rest is spent between them, in prefill by attention. On a GPU a replay takes as long as
+        its launch.
         """
 
         replayed_s = 0.0
@@ -482,7 +458,7 @@ class StepForward:
 
     @property
     def eager_gap_share(self) -> float:
-        """The share of piecewise steps that is spent between their pieces; 0 before the first."""
+        """The share of piecewise steps that is spent between their pieces."""
         return 1 - self._replayed_s / self._piecewise_s if self._piecewise_s else 0.0
 
     def _context(

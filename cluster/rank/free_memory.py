@@ -1,7 +1,4 @@
-"""The memory that a rank may still take, by which KV pools are refused and graphs skipped.
-
-The node's memory is read from /proc and from the cgroups that the process is in.
-"""
+"""The memory that a rank may still take, by which KV pools are refused and graphs skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ LIVE_TENSORS = 8
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return what this rank could still allocate on the device."""
     if device.type == "cpu":
         return available_memory_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -29,11 +25,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def bytes_per_token(model: ModelConfig, dtype: str, num_data_ranks: int = 1) -> int:
-    """Return at least what the tensors that live at once take for one token.
-
-    Args:
-        num_data_ranks: data-parallel ranks whose tokens meet in a layer of experts.
-    """
+    """Return at least what the tensors that live at once take for one token, if the tokens of
+    `num_data_ranks` data-parallel ranks meet in a layer of experts."""
     itemsize: int = getattr(torch, dtype).itemsize
     widest = max(model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim)
     dense = LIVE_TENSORS * widest * itemsize
@@ -55,8 +48,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 def _left_in_cgroups(root: Path) -> Iterator[int]:
     """Yield what each cgroup that this process is in, and each around it, still allows.
 
-    Read from memory controllers of version 2, else 1. Files that were read count as used there,
-    but are released before memory runs out.
+    Read from memory controllers of version 2, else 1. Files that were read are released before
+    memory runs out.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,8 +1,8 @@
 """Step inputs: plans become tensors in buffers whose addresses never change.
 
 A row of the batch keeps state between steps (its block table and its sampling parameters), so that
-a plan carries only what is new. Buffers are allocated once at the largest size a step can have; a
-graph that was captured on them can be replayed on any plan.
+a plan carries only what is new. A graph that was captured on the buffers can be replayed on any
+plan.
 
 Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table.
 """
@@ -29,8 +29,8 @@ from model.sampler import SamplingTensors, draw_uniform
 class StepBatch:
     """One step's tensors, views of the static buffers.
 
-    input_ids, positions: [T], padded; logits_index, sampled_rows: [N], the tokens whose logits are
-    sampled, and the rows that they belong to.
+    input_ids, positions: [T], padded; logits_index, sampled_rows: [N], of the tokens that are
+    sampled.
     """
 
     input_ids: torch.Tensor
@@ -44,7 +44,6 @@ class StepBatch:
 
 
 _Staged = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor]
-"""The tensors of a `StepBatch`, in its order."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class StaticTable:
 
     It keeps its width, which graphs rely on. On a GPU what is filled is packed on the host and
     spread on the device, because torch copies what is not contiguous by way of memory that is not
-    pinned, and waits. What no step has filled is 0; what the last one left out is undefined.
+    pinned. What no step has filled is 0; what the last one left out is undefined.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, staging: Staging) -> None:
@@ -113,9 +112,7 @@ class StepInputs:
         # in its storage would have an offset there, which is another symbol of its graph.
         self._of_ids, self._of_positions = Staging(device, num_steps), Staging(device, num_steps)
         self._of_step = Staging(device, num_steps)
-        """What else each step fills anew."""
         self._of_sampled = Staging(device, num_steps)
-        """What stays while the same sequences are sampled."""
         stagings = (self._of_ids, self._of_positions, self._of_step, self._of_sampled)
         self._copied = stagings if self._of_step.is_copied else ()
         """Those that a step turns and uploads: on a CPU it reads what it fills."""
@@ -153,7 +150,6 @@ class StepInputs:
         self._blocks = self._block_table.first_columns(1)
         """Of the step that is built, as many columns as its longest sequence has blocks."""
         self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
-        """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
         self._staged: _Staged
         self._sizes = (-1, -1, -1, -1)
@@ -170,11 +166,9 @@ class StepInputs:
         """Apply the plan to the rows and return its batch, padded to the given sizes.
 
         A padding token is token 0 at position 0 and writes into the scratch block. A padding
-        sequence has length 0 and no tokens, except in an all-decode batch, where it has one.
-
-        Args:
-            is_mixed: attention treats every sequence as a prefill chunk, decodes included, because
-                a full graph of a mixed step fixes the number of decodes at capture.
+        sequence has length 0 and no tokens, except in an all-decode batch, where it has one. With
+        `is_mixed`, attention treats every sequence as a chunk: a full graph of a mixed step fixes
+        the number of decodes.
         """
         for staging in self._copied:
             staging.next_step()
@@ -245,11 +239,8 @@ class StepInputs:
         self._sampled = None
 
     def dummy(self, num_tokens: int, num_seqs: int, *, is_mixed: bool = False) -> StepBatch:
-        """Return a batch of padding alone: what is compiled, captured and stepped without work.
-
-        With as many sequences as tokens every sequence decodes, unless `is_mixed`; else none of
-        them attends to anything.
-        """
+        """Return a batch of padding alone. With as many sequences as tokens every sequence decodes,
+        unless `is_mixed`; else none of them attends to anything."""
         for staging in self._copied:
             staging.next_step()
         is_decode = num_tokens == num_seqs and not is_mixed
@@ -262,7 +253,6 @@ class StepInputs:
         return StepBatch(*staged, sampling, wants_logprobs)
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
-        """Write where the plan's tokens belong into the host arrays."""
         num_seqs, num_tokens, size = plan.num_seqs, plan.num_tokens, self._block_size
         num_new = np.array(plan.num_new, dtype=np.int64)
         computed = np.array(plan.num_computed, dtype=np.int64)
@@ -297,7 +287,6 @@ class StepInputs:
         self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
 
     def _stage(self, num_decodes: int, num_tokens: int, num_seqs: int, num_sampled: int) -> _Staged:
-        """Bring what was filled to the device; return it."""
         sizes = (num_decodes, num_tokens, num_seqs, num_sampled)
         if sizes == self._sizes and not self._copied:
             return self._staged  # on a CPU the same views of what is filled anew

@@ -2,10 +2,9 @@
 
 Anything from outside comes in between two steps alone:
 
-1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
+1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the scheduler, and
    followers' reports of KV that was read or released to the group's holder and reader. Both are
-   bounded, so that a flood cannot hold a step up. A rank that serves while it compiles also loads
-   one of the pieces that are ready.
+   bounded, so that a flood cannot hold a step up.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
@@ -30,23 +29,20 @@ import zmq
 from cluster.config import EngineConfig, Role
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
-from cluster.engine.engine import Channel, Engine, Lockstep
+from cluster.engine.engine import Channel, Engine, Lockstep, OverlappedEngine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
-from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.group.channel import StepSender
 from cluster.group.context import RankContext
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffHolder, HandoffMetadata, KVReader
+from cluster.kv.handoff import GroupHolder, GroupReader, HandoffHolder, HandoffMetadata, KVReader
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     FollowerHello,
     FollowerReport,
@@ -65,16 +61,14 @@ from cluster.wire.messages import (
     asker_of,
     decode,
 )
-from cluster.wire.polling import Budget
-from cluster.wire.sockets import CurveHandshake, listening_socket, unpack
+from cluster.wire.sockets import Budget, CurveHandshake, listening_socket, unpack
 
 log = logging.getLogger("lockstep.leader")
 
 MAX_SLEEP_MS = 1000
 """An idle leader looks around this often, whatever rang: the bound on a lost wake-up."""
 MAX_INBOX_FRAMES, MAX_INBOX_S = 256, 0.002
-"""Taken between two steps, while all ranks wait: as long as a short step. What is left is taken
-after the next one; some hundred thousand submissions a second are more than any engine runs."""
+"""Taken between two steps, while all ranks wait: as long as a short step."""
 MAX_INBOX_WAITING = 64
 """Frames of one sender, which may be long; any more wait in the sender's own process."""
 
@@ -88,10 +82,6 @@ class Leader(Rank):
         endpoints: LeaderEndpoints | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """Load, and wait until all followers and all other leaders have.
-
-        Followers connect at `endpoints`; other leaders are found by `rendezvous`.
-        """
         endpoints = endpoints or LeaderEndpoints(context)
         rendezvous = rendezvous or endpoints.rendezvous
         super().__init__(context, endpoints.sockets, rendezvous, endpoints.listener)
@@ -103,23 +93,9 @@ class Leader(Rank):
         followers, lockstep = self._greet(rendezvous)
         self.engine = self._assemble(followers, lockstep)
 
-        config = context.config
-        self._inbox = Inbox(
-            self._sockets,
-            context.host,
-            context.credentials,
-            max_model_len=config.max_model_len,
-            vocab_size=self.runner.model_config.vocab_size,
-        )
+        self._inbox = Inbox(context, self._sockets, self.runner.model_config.vocab_size)
         self.inbox = self._inbox.address
-        self._output_sender = OutputSender(
-            context=self._sockets,
-            credentials=context.credentials,
-            engine_id=context.engine_id,
-            inbox=self.inbox,
-            epoch=context.place.epoch,
-            lease_s=config.transfer.lease_s,
-        )
+        self._output_sender = OutputSender(context, self._sockets, self.inbox)
         self._look_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -162,17 +138,17 @@ class Leader(Rank):
             if self._channel is not None and not self._is_stopping:
                 self._channel.check()
         if lost:
-            self.engine.abort(lost)
+            self.engine.scheduler.abort(lost)
 
     def stop(self) -> None:
         self._is_stopping = True
         self._doorbell.ring()
 
     def _scheduler_stats(self) -> SchedulerStats:
-        return self.engine.stats()
+        return self.engine.scheduler.stats()
 
     def counts(self) -> Counts:
-        scheduled = self.engine.stats()
+        scheduled = self.engine.scheduler.stats()
         return {
             ("num_preemptions_total",): scheduled.num_preemptions,
             ("prefix_cache_queries_total",): scheduled.prefix_queries,
@@ -188,12 +164,12 @@ class Leader(Rank):
                 case Submit():
                     request = message.request
                     if self._expect(request.request_id, request.reply_to):
-                        self.engine.submit(message)
+                        self.engine.scheduler.add(message)
                 case BadSubmit():
                     if self._expect(message.request_id, message.reply_to):
                         self.engine.scheduler.refuse(message.request_id, message.error)
                 case Abort():
-                    self.engine.abort(message.request_ids)
+                    self.engine.scheduler.abort(message.request_ids)
                 case Watch():
                     self._output_sender.watch(message.address)
 
@@ -232,7 +208,6 @@ class Leader(Rank):
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
-        """Greet all followers and other leaders, where there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
@@ -307,8 +282,7 @@ def assemble_engine(
     holder: HandoffHolder | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
-    """Return the engine of a leader; None for what it has not: followers, other leaders, or KV to
-    hand over (`KVHandover`)."""
+    """Return the engine of a leader; None for what it has not."""
     cache, model = config.cache, runner.model_config
     blocks = BlockManager(
         runner.num_blocks,
@@ -349,25 +323,19 @@ class BadSubmit:
 class Inbox:
     """Where requests, aborts and watchers arrive. Belongs to the step thread.
 
-    `socket` polls readable while frames wait. Whatever comes in, nothing here raises. A frame is
-    decoded; or, if it is a bad submission that names its sender, answered with an error; or dropped
-    with a line in the log.
+    Whatever comes in, nothing here raises: a bad submission that names its sender is answered with
+    an error, any other bad frame dropped with a line in the log.
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
-        credentials: Credentials,
-        *,
-        max_model_len: int,
-        vocab_size: int,
+        self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], vocab_size: int
     ) -> None:
-        self._credentials = credentials
-        self._max_bytes = max_submit_bytes(max_model_len, vocab_size)
-        handshake = CurveHandshake(credentials.secret)
-        self.socket = listening_socket(context, zmq.PULL, handshake, max_waiting=MAX_INBOX_WAITING)
-        self.address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
+        self._credentials = rank.credentials
+        self._max_bytes = max_submit_bytes(rank.config.max_model_len, vocab_size)
+        handshake = CurveHandshake(rank.credentials.secret)
+        self.socket = listening_socket(sockets, zmq.PULL, handshake, max_waiting=MAX_INBOX_WAITING)
+        port = self.socket.bind_to_random_port(f"tcp://{rank.host}")
+        self.address = f"tcp://{rank.host}:{port}"
 
     def take(self) -> Iterator[Inbound | BadSubmit]:
         """Yield what waits, as much as there is time for between two steps."""
@@ -400,11 +368,6 @@ class Inbox:
 
 
 def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:
-    """Return how long a submission may be.
-
-    A token takes up to 5 bytes; in a handed over sequence with blocks of one token, its block's id
-    and generation take as much again each. A mask of allowed tokens takes a bit for each token of
-    the vocabulary, and a grammar up to 4 bytes a character. The rest is for biases, stop tokens and
-    the ranks that hold the KV.
-    """
+    """Return how long a submission may be: a token takes up to 5 bytes, and as much again for its
+    block's id and generation in a handed over sequence with blocks of one token."""
     return (256 << 10) + 4 * MAX_GRAMMAR_CHARS + vocab_size // 8 + 16 * max_model_len

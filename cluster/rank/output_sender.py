@@ -1,12 +1,9 @@
 """A step's outputs leave as one frame per ingress, or as a few frames that are quick to decode.
 
-Tokens go straight from the leader's process to the ingress that holds the response; the replica
-that submitted a request learns of its end in a frame of its own.
-
-The log-probabilities of a long prompt are tens of megabytes beside one token. They are cut into
-outputs of their own, without tokens, before the one with the token. All outputs of one request
-stay in one frame, and a frame is one message, which arrives whole or not at all. So an ingress
-that has the token has them all, and its event loop may run between any two of them.
+The replica that submitted a request learns of its end in a frame of its own. Log-probabilities of a
+long prompt are tens of megabytes: they are cut into outputs of their own, without tokens, before
+the one with the token. All outputs of one request stay in one frame, which arrives whole or not at
+all, and the ingress's event loop may run between any two of them.
 """
 
 from __future__ import annotations
@@ -14,30 +11,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from cluster.wire.credentials import Credentials
+from cluster.group.context import RankContext
 from cluster.wire.messages import EndedFrame, EngineOutput, FinishReason, OutputFrame, encode
 from cluster.wire.sockets import CurveHandshake, connecting_socket, pack
 
 log = logging.getLogger("lockstep.outputs")
 
 MAX_WAITING_FRAMES = 20_000
-"""Frames kept for an ingress that does not read: some ten seconds of a fast model's steps. One
-that is further behind is gone or stuck, and its requests are aborted."""
+"""For an ingress that does not read: some ten seconds of a fast model's steps; then it is given up.
+"""
 MAX_ADDRESSES = 128
-"""That requests want their outputs at. An ingress has one; each costs a queue and, with what
-watches the connection, three of a context's 1,023 sockets."""
+"""An ingress has one; each costs a queue and three of a context's 1,023 sockets."""
 MAX_WATCHERS = 8
 """There is one: the replica that owns this rank's group."""
 MAX_ENDED = 256
-"""Ends in one frame."""
 MAX_FRAME_BYTES = 1 << 18
-"""Of the outputs of several requests together."""
 MAX_OUTPUT_BYTES = 1 << 16
 """Of the log-probabilities in one output; decoding them takes a fraction of a millisecond."""
 ENTRY_BYTES, CANDIDATE_BYTES = 32, 14
@@ -51,33 +45,21 @@ class OutputSender:
     """
 
     def __init__(
-        self,
-        *,
-        context: zmq.Context[zmq.Socket[bytes]],
-        credentials: Credentials,
-        engine_id: str,
-        inbox: str,
-        epoch: int,
-        lease_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], inbox: str
     ) -> None:
-        """Start without connections; who is unreachable for `lease_s` is taken for dead."""
-        self._context = context
-        self._credentials = credentials
-        self._handshake = CurveHandshake(credentials.secret)
-        self._engine_id = engine_id
+        """Start without connections; who is unreachable for a whole lease is taken for dead."""
+        self._rank = rank
+        self._context = sockets
+        self._handshake = CurveHandshake(rank.credentials.secret)
         self._inbox = inbox
-        self._epoch = epoch
+        self._epoch = rank.place.epoch
         self._reply_to: dict[str, str] = {}
         self._num_requests: Counter[str] = Counter()
-        """By address, of those that are running."""
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._watchers: list[str] = []
-        self._clock = clock
-        self._lease_s = lease_s
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._down_since: dict[str, float] = {}
-        """Addresses that are not connected, and since when by the clock."""
+        """Addresses that are not connected, and since when."""
 
     def expects(self, request_id: str) -> bool:
         return request_id in self._reply_to
@@ -123,15 +105,12 @@ class OutputSender:
         return lost
 
     def drop_dead_addresses(self) -> list[str]:
-        """Return the requests of ingresses that have been unreachable for a whole lease.
-
-        An ingress that died has lost its clients too, so its requests should end.
-        """
-        now = self._clock()
+        """Return the requests of ingresses that have been unreachable for a whole lease."""
+        now = time.monotonic()
         self._note_connections(now)
         lost: list[str] = []
         for address, since in list(self._down_since.items()):
-            if now - since > self._lease_s:
+            if now - since > self._rank.config.transfer.lease_s:
                 lost.extend(self._give_up(address))
         return lost
 
@@ -149,7 +128,7 @@ class OutputSender:
 
     def _put_outputs(self, address: str, outputs: list[EngineOutput]) -> bool:
         frames = (
-            OutputFrame(self._epoch, self._engine_id, self._inbox, encoded)
+            OutputFrame(self._epoch, self._rank.engine_id, self._inbox, encoded)
             for encoded in frames_of(outputs)
         )
         return all(self._put(address, encode(frame)) for frame in frames)
@@ -157,7 +136,7 @@ class OutputSender:
     def _put(self, address: str, body: bytes) -> bool:
         try:
             socket = self._sockets.get(address) or self._connect(address)
-            socket.send_multipart(pack(body, self._credentials), zmq.NOBLOCK)
+            socket.send_multipart(pack(body, self._rank.credentials), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # full, or no address at all
             log.error("outputs: %s cannot be sent to: %s", address, error)
             return False
@@ -166,13 +145,12 @@ class OutputSender:
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         if len(self._sockets) >= MAX_ADDRESSES + MAX_WATCHERS:
             self._drop_the_idle()
-        max_waiting = MAX_WAITING_FRAMES
         socket = connecting_socket(
-            self._context, zmq.PUSH, self._handshake, max_waiting=max_waiting
+            self._context, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING_FRAMES
         )
         socket.linger = 1000
         self._sockets[address] = socket
-        self._down_since[address] = self._clock()
+        self._down_since[address] = time.monotonic()
         # A peer counts as connected once it has shown the application's key: another process may
         # have the port by now.
         self._monitors[address] = socket.get_monitor_socket(

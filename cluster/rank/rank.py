@@ -1,10 +1,4 @@
-"""What leaders and followers share: a loaded model, what moves its KV, and their figures.
-
-1. The rank joins its group.
-2. The runner loads and compiles the model, allocates the KV pool and captures graphs.
-3. The connector starts what the role moves KV with, on that pool.
-4. All ranks of the group wait for one another: the first step finds them ready.
-"""
+"""What leaders and followers share: a loaded model, what moves its KV, and their figures."""
 
 from __future__ import annotations
 
@@ -17,7 +11,7 @@ import zmq
 
 from cluster.config import Role
 from cluster.engine.watchdog import Heartbeat
-from cluster.group.context import RankContext
+from cluster.group.context import RankContext, RankStats
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
@@ -27,21 +21,16 @@ from cluster.kv.transport.store import SharedMemory
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
 from cluster.rank.runner import ModelRunner
-from cluster.rank.status import RankStats
 from cluster.wire.messages import KVSource, RankProcess
-from cluster.wire.node import node_id
-from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import end_context
+from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
 from model.config import ModelConfig
 from model.parallel import Shard
 
 
 class KVConnector:
-    """What a rank holds and reads KV with: a server, a puller or neither, by the engine's role.
-
-    Invariant: `server` is there on a prefill rank, `puller` on a decode rank, from `start` on.
-    """
+    """What a rank holds and reads KV with: from `start` on a server on a prefill rank, a puller on
+    a decode rank."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -103,7 +92,6 @@ class KVConnector:
         return self.puller.reads.bytes_received if self.puller else 0
 
     def counts(self) -> Counts:
-        """Return what was counted of the KV that was moved. Any thread may call it."""
         counts: Counts = {}
         if self.server is not None:
             counts["kv_transfer_sent_bytes_total",] = self.server.bytes_sent
@@ -125,8 +113,7 @@ class KVConnector:
 class Rank(ABC):
     """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
 
-    All sockets of one rank share the context `_sockets`. Any thread may call `stop`, and `stats`,
-    `counts` and `heartbeat`, which read plain numbers.
+    Any thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers.
     """
 
     def __init__(
@@ -136,10 +123,7 @@ class Rank(ABC):
         rendezvous: Rendezvous | None,
         listener: socket.socket | None = None,
     ) -> None:
-        """Load, and wait until all ranks of the group have.
-
-        `listener` is of the group's store, on the rank that keeps it.
-        """
+        """Load, and wait until all ranks of the group have. `listener` is of the group's store."""
         self.context = context
         self._sockets = sockets
         self._doorbell = Doorbell()
@@ -161,8 +145,7 @@ class Rank(ABC):
         """Make `run` return: a leader's after the step in which all leaders were stopped."""
 
     @abstractmethod
-    def _scheduler_stats(self) -> SchedulerStats:
-        """Return the scheduler's figures, empty on a rank that has none."""
+    def _scheduler_stats(self) -> SchedulerStats: ...
 
     def stats(self) -> RankStats:
         transfer = self.transfer

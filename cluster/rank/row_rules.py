@@ -1,13 +1,10 @@
 """The rows' logit rules, with the tables on the device that they need.
 
 A row is admitted with the tokens that are computed already, each plan brings those that it
-computes, and before a token is drawn both are counted. So after a pre-emption, a resume elsewhere
-or a handoff the counts are those of an uninterrupted run, on every rank. A plan that was made ahead
-of a token finds it in `input_ids` on the device.
-
-Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
-request may name as stop tokens, are left out: they are never drawn, and an index outside of a
-table would end the rank.
+computes, and before a token is drawn both are counted: after a pre-emption, a resume elsewhere or a
+handoff the counts are those of an uninterrupted run. Tables are allocated when the first row wants
+them. Stop tokens outside of the vocabulary are left out: an index outside of a table would end the
+rank.
 
 Shapes: R rows, V vocabulary, B sampled rows, T tokens of a step.
 """
@@ -49,7 +46,6 @@ class RowRulesTables:
         self._shape = (rows, vocab_size)
         self._device = staging.device
         self.num_rows = 0
-        """Rows with rules: without any, a step has nothing to count or to adjust."""
         self._has_rules = np.zeros(rows, dtype=bool)
         self._has_bias = np.zeros(rows, dtype=bool)
         self._has_penalties = np.zeros(rows, dtype=bool)
@@ -67,7 +63,6 @@ class RowRulesTables:
         self._penalties = StaticBuffer((rows, 3), torch.float32, staging)
 
     def admit(self, admission: RowAdmission) -> None:
-        """Let a row follow the rules of its new sequence, or none."""
         row, found = admission.row, admission.rules
         if self._has_rules[row]:
             self._clear(row)

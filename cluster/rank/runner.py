@@ -1,8 +1,4 @@
-"""The runner: one rank's model, KV pool and static inputs, executing plans.
-
-Leaders and followers share it: a follower's whole loop is receive and execute. The forward itself,
-eager or replayed, is `cluster/rank/forward.py`.
-"""
+"""The runner: one rank's model, KV pool and static inputs, executing plans on any rank."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lockstep.rank")
 Logits = Callable[[torch.Tensor], torch.Tensor | None]
-"""Hidden states [N, E] to logits [N, V] on rank 0, None on others. It is a collective, which every
-rank calls equally often."""
+"""[N, E] to [N, V] on rank 0, None on others: a collective, which all call equally often."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,6 @@ class LaunchedStep:
 
     step: int
     drawn: SamplerOutput | None
-    """On the host; None if nothing was drawn here."""
     wants_logprobs: list[int]
     prompt_logprobs: list[list[TokenLogprobs]]
     ended: torch.cuda.Event | None
@@ -71,8 +65,7 @@ class LaunchedStep:
 class ModelRunner:
     """Executes step plans on one rank.
 
-    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0, and lives in
-    `storage` if the caller gave one.
+    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0.
     """
 
     def __init__(
@@ -85,8 +78,7 @@ class ModelRunner:
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
 
-        If the rank serves while it compiles, what the cache lacks is left for later. `storage`
-        returns memory of so many bytes for the pool; `wake` wakes the step thread.
+        `storage` returns memory of so many bytes for the pool; `wake` wakes the step thread.
         """
         config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
@@ -95,11 +87,9 @@ class ModelRunner:
         self.step_stats = StepStats(time.monotonic)
         wake = wake or (lambda: None)
         self.grammars: GrammarMasks | None = None
-        """Masks of what is sampled; None on ranks that do not sample."""
         if self.shard.rank == 0:
             self.grammars = _grammars(config, wake)
         self._step_bytes = 0
-        """What the largest step needs of a device whose memory the KV cache shares."""
         self.config = config
         self.device = torch.device(config.device)
         if config.device == "cpu":
@@ -128,12 +118,7 @@ class ModelRunner:
         )
         self.inputs = StepInputs(config, self.model_config.vocab_size, self.device)
         self.forward = StepForward(
-            self.model,
-            self.inputs,
-            scope.config,
-            group=group,
-            pools=pools,
-            token_bytes=token_bytes,
+            self.model, self.inputs, scope.config, group=group, pools=pools, token_bytes=token_bytes
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
@@ -181,30 +166,24 @@ class ModelRunner:
         self.forward.close()
 
     def execute(
-        self,
-        plan: StepPlan,
-        agreed: StepAgreement,
-        confirm: Callable[[], None] | None = None,
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
         return self.wait(self.launch(plan, agreed, confirm))
 
     @torch.inference_mode()
     def launch(
-        self,
-        plan: StepPlan,
-        agreed: StepAgreement,
-        confirm: Callable[[], None] | None = None,
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> LaunchedStep:
         """Run the plan's batch; return what `wait` makes the sampled tokens of.
 
         The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
-        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one
-        if a sequence is sampled. Rank 0 gets the logits and samples. Others learn the tokens from
-        the next plan; or, if that may be made ahead of them, from rank 0 by a broadcast. A step
-        without a sequence of its own is a dummy: it computes padding.
+        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one if
+        a sequence is sampled. Rank 0 gets the logits and samples; others learn the tokens from the
+        next plan, or by a broadcast if that may be made ahead of them. A step without a sequence of
+        its own is a dummy.
 
         A CUDA device runs the step after this has returned, unless it scores a prompt. With
-        `overlap` another step may be launched before this one is waited for, but no more.
+        `overlap` one more step may be launched before this one is waited for.
         """
         if agreed.stage != self.switch.stage:
             self.step_stats.build(agreed.step, 0)
@@ -297,10 +276,8 @@ class ModelRunner:
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)
 
     def debug(self) -> dict[str, Any]:
-        """Return as plain data what this rank compiled, captured, replayed and agreed on.
-
-        Any thread may call it. Counters are those of the process.
-        """
+        """Return as plain data what this rank compiled, captured, replayed and agreed on, on any
+        thread."""
         forward = self.forward
         return {
             "compilations": counter.num_backend_compilations,
@@ -369,10 +346,8 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
 
 
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> int:
-    """Return how many tokens of padding a rank runs.
-
-    After ATOM's function of this name, which asks all ranks by an all-reduce.
-    """
+    """Return how many tokens of padding a rank runs (after ATOM's function of this name, which asks
+    all ranks by an all-reduce)."""
     return agreed.num_tokens_across_dp[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
 
 

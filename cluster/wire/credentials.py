@@ -1,10 +1,8 @@
 """What the processes of one application show each other before anything else is trusted.
 
 The secret is random and one for the whole application; Ray alone hands it out
-(`actors/gcs_store.py`), and it outlives redeploys. Sockets are locked with it (`wire/sockets.py`),
-and calls for KV are proved with it (`kv/transport/proofs.py`). While one deployment replaces
-another, processes of both hold the secret; they tell each other apart by the configuration hash
-in the header of every frame.
+(`actors/gcs_store.py`). While one deployment replaces another, processes of both hold it; they tell
+each other apart by the configuration hash in the header of every frame.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class Credentials:
 
     @cached_property
     def header(self) -> bytes:
-        """The header frame that processes of this deployment send and expect."""
         return encode(Header(PROTOCOL_VERSION, self.config_hash))
 
     def check(self, header: bytes) -> None:

@@ -1,15 +1,9 @@
 """What the ranks of a group say to each other. Both ends of every connection open with a hello.
 
-A leader and its tensor-parallel followers:
-
-1. The leader sends each step's plan, and between steps what to do to slices of KV; in order, and
-   nothing is acknowledged.
-2. A follower reports which of its handoffs and reads have ended, and once that it has loaded what
-   was compiled. It has no other state that its leader did not tell it.
-
-Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
-votes. Frames on a connection are a strict sequence, vote and confirm of one step after the other.
-Everything else is an error that names the sender.
+A leader sends its followers each step's plan, and between steps what to do to slices of KV. A
+follower reports which of its handoffs and reads have ended, and once that it has loaded what was
+compiled. Data-parallel leaders send each other, in every step, a `Vote` (`messages.py`) and then
+what they made of all votes. Everything else is an error that names the sender.
 """
 
 from __future__ import annotations
@@ -18,30 +12,23 @@ from cluster.wire.messages import KVHandoff, KVSource, StepAgreement, StepPlan, 
 
 
 class LeaderHello(Wire, frozen=True, tag=True):
-    """Opens the channel on the leader's side."""
-
     protocol: int
     config_hash: str
     epoch: int
     nonce: str
-    """Of the rendezvous: a process that does not know it is no member of the group."""
 
 
 class StepDigest(Wire, frozen=True):
-    """What one rank makes of a step: equal on all ranks, or they must not run it together.
-
-    Numbers travel as they are, so that a difference explains itself; lists as checksums.
-    """
+    """What one rank makes of a step: equal on all ranks, or they must not run it together. Lists
+    are checksums."""
 
     previous_step: int
-    """The last step that was run; a step that got lost shows here."""
     epoch: int
     step: int
     num_seqs: int
     num_tokens: int
     num_decodes: int
     agreement: int
-    """Mode, `graph_bs` and what else all ranks agreed on."""
     rows: int
     num_computed: int
     num_new: int
@@ -99,8 +86,7 @@ class CancelRead(Wire, frozen=True, tag=True):
     request_id: str
 
 
-class EndOfSteps(Wire, frozen=True, tag=True):
-    """The leader has run its last step."""
+class EndOfSteps(Wire, frozen=True, tag=True): ...
 
 
 class StillThere(Wire, frozen=True, tag=True):
@@ -127,8 +113,6 @@ class FollowerHello(Wire, frozen=True, tag=True):
 
 
 class HandoffsEnded(Wire, frozen=True, tag=True):
-    """These handoffs have ended on the follower."""
-
     handoff_ids: list[int]
 
 
@@ -141,7 +125,6 @@ class ReadEnded(Wire, frozen=True, tag=True):
 
     @property
     def ok(self) -> bool:
-        """Whether what was read may be believed."""
         return not self.error
 
 

@@ -1,13 +1,9 @@
 """Structures that travel between processes, and the way on and off the wire.
 
-Votes, agreements and plans are here; what else the ranks of a group say to each other (hellos,
-digests, orders about KV) is in `group_messages.py`.
-
 All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
-frame that is too short, too long or of another type is refused instead of being filled in. So is
-a request with a value that no model and no configuration could take: bounds are in the fields'
-types. What depends on the engine is checked by its `RequestLimits`. Plans come from a leader, which
-has checked them. `encode` and `decode` are the only way on and off the wire.
+frame that is too short, too long or of another type is refused instead of being filled in. So is a
+request with a value that no model and no configuration could take: bounds are in the fields' types.
+What depends on the engine is checked by its `RequestLimits`.
 """
 
 from __future__ import annotations
@@ -99,7 +95,6 @@ class LogitRules(Wire, frozen=True):
     """Divides positive logits of tokens in prompt or output, multiplies others; 1 is off."""
     bias_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_BIASES)]
     biases: Annotated[tuple[Bias, ...], Meta(max_length=MAX_BIASES)]
-    """Added to these tokens' logits."""
     allowed_tokens: Annotated[bytes, Meta(max_length=1 << 21)]
     """Bit i % 8 of byte i // 8, the lowest first, allows token i; no other token is drawn. Bits
     behind the last byte are 0. Empty allows all."""
@@ -119,7 +114,6 @@ class Grammar(Wire, frozen=True):
     """
 
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-    """As the grammar library takes it."""
     end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
     """Tokens that may be drawn where the text may end, and nowhere else."""
 
@@ -163,7 +157,6 @@ class GenerateRequest(Wire, frozen=True):
     output_token_ids: list[Index]
     sampling: Sampling
     reply_to: Address
-    """Of the socket that wants the tokens."""
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)]
     """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
     empty: shared by all that have none."""
@@ -174,7 +167,6 @@ class RankProcess(Wire, frozen=True):
 
     epoch: int
     nonce: Name
-    """Random."""
 
 
 class KVSource(Wire, frozen=True):
@@ -187,7 +179,6 @@ class KVSource(Wire, frozen=True):
     shm_fd: Annotated[int, Meta(ge=-1, le=MAX_FD)]
     """File descriptor of the pool in process `pid`; -1 if the pool is private."""
     address: Address
-    """Serves reads, renewals and releases."""
     process: RankProcess
     """The handoff's holder: calls name it, so that no other that listens there serves them."""
 
@@ -275,7 +266,6 @@ class FinishReason(enum.StrEnum):
     """Why a request has ended, or a stage of it. No engine says the last two: the router does."""
 
     NONE = ""
-    """It runs on."""
     STOP = "stop"
     """At one of its stop tokens."""
     LENGTH = "length"
@@ -293,27 +283,21 @@ class FinishReason(enum.StrEnum):
 
 
 class EngineOutput(Wire, frozen=True, kw_only=True):
-    """What one step produced for one request."""
-
     request_id: str
     position: int
     """Output tokens of the request before these: if an output got lost, the next one shows."""
     token_ids: list[Index]
     logprobs: list[TokenLogprobs]
-    """Empty, or one entry per token."""
     finish_reason: FinishReason
     stop_token_id: int
-    """The token that ended it; -1 if none did."""
     num_cached_tokens: int
-    """Prompt tokens whose KV was found in the prefix cache."""
     handoff: KVHandoff | None
     error: str
     prompt_logprobs: list[TokenLogprobs]
-    """Beside a request's first output token, if asked for: of each prompt token but the first. On
-    the wire those of a long prompt stand in outputs of their own before it, in the same frame."""
+    """Beside a request's first output token, of each prompt token but the first. On the wire those
+    of a long prompt stand in outputs of their own before it, in the same frame."""
     queued_us: Count
-    """Beside an engine's first output token: microseconds from the request's arrival until it got a
-    row. 0 with all others."""
+    """Beside an engine's first output token: microseconds until the request got a row. Else 0."""
 
     @classmethod
     def ended(
@@ -347,14 +331,11 @@ class OutputFrame(Wire, frozen=True, tag=True):
     epoch: int
     engine_id: Name
     inbox: Address
-    """Where the engine takes requests and aborts."""
     outputs: list[bytes]
     """Each an encoded `EngineOutput`, so that the receiver may pause between two."""
 
 
 class EndedFrame(Wire, frozen=True, tag=True):
-    """The requests that ended in one step, for the replica that submitted them."""
-
     epoch: int
     ended: list[EngineOutput]
 
@@ -391,8 +372,6 @@ class RowAdmission(Wire, frozen=True):
 
 
 class NewBlocks(Wire, frozen=True):
-    """Blocks appended to a row's block table from column `start` on."""
-
     row: int
     start: int
     block_ids: list[int]
@@ -401,12 +380,11 @@ class NewBlocks(Wire, frozen=True):
 class PromptTargets(Wire, frozen=True):
     """The prompt tokens whose log-probabilities a step computes for one sequence.
 
-    Token i is scored by the sequence's i-th token in the step, the one before it. There is one
-    token less than the step computes if the prompt ends in it: the last one scores the output.
+    Token i is scored by the sequence's i-th token in the step, the one before it; at the prompt's
+    end there is one less, since the last one scores the output.
     """
 
     index: int
-    """The sequence's place in the plan."""
     token_ids: list[int]
     num_logprobs: int
 
@@ -415,7 +393,6 @@ class StepKind(enum.IntEnum):
     """What a rank's sequences do in a step; the higher one prevails among ranks."""
 
     NOTHING = 0
-    """There are none."""
     DECODE = 1
     """All decode, as many tokens each."""
     MIXED = 2
@@ -444,8 +421,8 @@ class Vote(Wire, frozen=True, tag=True):
 class StepAgreement(Wire, frozen=True):
     """How all ranks run a step: every field is identical on every rank.
 
-    It is computed once, by `agree`; whatever ranks must do alike is read here. Without work the
-    group sleeps until a rank votes for step + 1.
+    Whatever ranks must do alike is read here. Without work the group sleeps until a vote for step +
+    1.
     """
 
     epoch: int
@@ -496,7 +473,6 @@ class StepPlan(Wire, frozen=True):
     token_ids: list[int]
     num_decodes: int
     prompt_targets: list[PromptTargets]
-    """Of the sequences that want log-probabilities of their prompt."""
 
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
         num_seqs, has_work = self.num_seqs, self.num_seqs > 0
@@ -531,16 +507,12 @@ class SampledTokens(Wire, frozen=True):
 
 
 class KVRead(Wire, frozen=True, tag=True):
-    """Send the bytes of these blocks (TCP transport)."""
-
     handoff_id: Count
     block_ids: list[Index]
     generations: list[Count]
 
 
 class KVRenew(Wire, frozen=True, tag=True):
-    """Extend the handoff's lease."""
-
     handoff_id: Count
 
 

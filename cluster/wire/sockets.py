@@ -1,29 +1,32 @@
 """Every ZeroMQ socket is made here, with its bounds and with the lock that keeps strangers out.
 
-Sockets listen where any process of the network may connect, so a connection counts for nothing
-until its handshake is done, and only processes of the application can finish one:
+Sockets listen where any process of the network may connect, and only processes of the application
+can finish a handshake:
 
 - CURVE encrypts and authenticates everything. All processes share one key pair, made from the
   application's secret. A client's first command is encrypted to the public key, which is never
-  published and never sent. Without the secret a peer cannot even say hello, so no authenticator
-  (ZAP) is needed.
+  published: without the secret a peer cannot even say hello, so no authenticator (ZAP) is needed.
 - KV, whose bytes would travel at a third of the speed, has a door of its own
   (`kv/transport/proofs.py`).
 
-The lock comes before all other bounds: ZeroMQ counts whole messages and bounds single parts, so one
-message of endless parts from a peer that was let in fills the memory. Of a connection that has not
-finished its handshake it holds one part, and no longer than `HANDSHAKE_S`.
+ZeroMQ counts whole messages and bounds single parts: one message of endless parts from a peer that
+was let in fills the memory. Of a connection that has not finished its handshake it holds one part,
+and no longer than `HANDSHAKE_S`.
 
-A frame that is longer than a part travels as a message of several (`split`, `join`). ZeroMQ
-delivers all parts of a message or none, so a frame that was cut arrives whole or is lost whole. A
-message to a socket that many may send to starts with the header (`pack`, `unpack`).
+A frame that is longer than a part travels as a message of several (`split`, `join`), of which
+ZeroMQ delivers all parts or none. A message to a socket that many may send to starts with the
+header.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import zmq
@@ -35,7 +38,6 @@ from cluster.wire.messages import FrameError
 MAX_PART_BYTES = 1 << 16
 """What a stranger's connection may cost. Longer frames travel in parts."""
 ENVELOPE_BYTES = 64
-"""What CURVE adds to a part."""
 HANDSHAKE_S = 5.0
 """From a connection to the end of its handshake: milliseconds, unless a machine swaps."""
 KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3
@@ -54,8 +56,7 @@ class Handshake(Protocol):
     def demand(self, socket: zmq.Socket[Any]) -> None:
         """Let in only peers that can finish it. Call it before the socket is bound."""
 
-    def offer(self, socket: zmq.Socket[Any]) -> None:
-        """Be let in. Call it before the socket connects."""
+    def offer(self, socket: zmq.Socket[Any]) -> None: ...
 
 
 class CurveHandshake:
@@ -91,14 +92,12 @@ def connecting_socket(
     max_waiting: int,
     max_part_bytes: int = MAX_PART_BYTES,
 ) -> S:
-    """Return a socket to connect; arguments as of `listening_socket`."""
     socket = _bounded(context, kind, max_waiting, max_part_bytes)
     handshake.offer(socket)
     return socket
 
 
 def inner_socket(context: zmq.Context[S], kind: int) -> S:
-    """Return a socket for what never leaves the process."""
     return context.socket(kind)
 
 
@@ -107,19 +106,12 @@ def _bounded(context: zmq.Context[S], kind: int, max_waiting: int, max_part_byte
     socket.sndhwm = socket.rcvhwm = max_waiting
     socket.maxmsgsize = max_part_bytes + ENVELOPE_BYTES
     socket.handshake_ivl = int(HANDSHAKE_S * 1000)
-    _keep_alive(socket)
-    return socket
-
-
-def _keep_alive(socket: zmq.Socket[Any]) -> None:
-    """Let a TCP socket notice connections that are gone.
-
-    Firewalls forget idle connections, and a node that is gone says nothing. Everything sent would
-    be lost for the quarter of an hour until the kernel gives up.
-    """
+    # Firewalls forget idle connections, and a node that is gone says nothing: what is sent would be
+    # lost for the quarter of an hour until the kernel gives up.
     socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_TIMES
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_S
     socket.tcp_maxrt = KEEPALIVE_S * KEEPALIVE_TIMES * 1000  # of bytes that are not acknowledged
+    return socket
 
 
 def end_context(
@@ -132,9 +124,8 @@ def end_context(
     """End `context`; return whether that was done in time.
 
     libzmq's own end has no bound: in 4.3.5 it hangs about once in a thousand times when the peer
-    closes its end in the same moment, whatever the linger time. Sockets that are still open are
-    closed with `linger` in ms, or their own. What does not end in `timeout_s` is left to the end of
-    the process, with a line in the log that names `owner`.
+    closes its end in the same moment. Sockets that are still open are closed with `linger` in ms,
+    or their own. What does not end in `timeout_s` is left to the end of the process.
     """
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True
@@ -174,3 +165,64 @@ def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -
     if not parts:
         raise FrameError("message: wanted a header and a frame, found a header")
     return join(parts, max_bytes)
+
+
+class Doorbell:
+    """Any thread rings, one poller wakes: a file descriptor that polls readable until it is
+    cleared."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Budget:
+    """What a receive loop may take: a number of frames, and a time that starts with the first of
+    them."""
+
+    def __init__(
+        self, max_frames: int, max_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._max_frames = max_frames
+        self._max_s = max_s
+        self._clock = clock
+        self.renew()
+
+    def take(self) -> bool:
+        """Count a frame; return whether the budget allows it. It always allows the first."""
+        self._num_frames += 1
+        if self._num_frames == 1:
+            self._ends_at = self._clock() + self._max_s
+            return True
+        return self._num_frames <= self._max_frames and self._clock() < self._ends_at
+
+    def renew(self) -> None:
+        self._num_frames = 0
+        self._ends_at = 0.0
+
+
+def node_id() -> str:
+    """Return what two processes share exactly when one can open the other's /proc entries.
+
+    The boot id alone is the same in two containers that do not see each other's processes.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def link_node() -> str:
+    """Return what two processes share exactly when Unix sockets, of a network namespace, connect
+    them."""
+    return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"

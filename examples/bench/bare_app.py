@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cluster.process import keep_what_is_loaded
+from cluster.observe.load_progress import keep_what_is_loaded
 
 NUM_CHUNKS = 200
 CHUNK_S = 0.02

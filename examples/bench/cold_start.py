@@ -69,9 +69,16 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
     """Start a group and stop it."""
     import ray
 
-    from cluster.actors.placement import create_placement_group
     from cluster.actors.ray_ranks import create_group
-    from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+    from cluster.config import (
+        DEFAULT_NUM_CPUS,
+        PLACEMENT_TIMEOUT_S,
+        CacheConfig,
+        EngineConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        rank_bundles,
+    )
     from cluster.wire.credentials import SECRET_BYTES, Credentials
     from compile.config import CompilationConfig
 
@@ -84,7 +91,8 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
         parallel=ParallelConfig(tp, dp),
         compilation=CompilationConfig(level=3),
     )
-    placement = create_placement_group(engine)
+    placement = ray.util.placement_group(rank_bundles(engine, DEFAULT_NUM_CPUS), strategy="PACK")
+    assert placement.wait(PLACEMENT_TIMEOUT_S), "not placed"
     began = time.monotonic()
     credentials = Credentials("bench", secrets.token_bytes(SECRET_BYTES))
     group = create_group(

@@ -17,7 +17,7 @@ from model.kernels import paged_attention, sparse_mlp
 from model.kernels.dispatch import kernels_for, silu_and_mul
 from model.kernels.filters import filter_top_k_top_p
 from model.kv_cache import KVCacheSpec
-from model.layers.norm import RMSNorm
+from model.layers.decoder import RMSNorm
 from model.parallel import Placement
 
 BLOCK_SIZE = 16

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
 from cluster.group.context import RankContext
-from cluster.process import keep_what_is_loaded
+from cluster.observe.load_progress import keep_what_is_loaded
 from cluster.rank.leader import Leader
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import (

@@ -38,8 +38,7 @@ from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import BlockStore
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import KVHandoff, KVSource
-from cluster.wire.polling import Budget, Doorbell
-from cluster.wire.sockets import CurveHandshake, inner_socket
+from cluster.wire.sockets import Budget, CurveHandshake, Doorbell, inner_socket
 
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials("bench", b"of a benchmark, no secret at all")

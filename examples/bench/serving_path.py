@@ -72,7 +72,7 @@ class InstantEngine:
 
 def stop_computing(actor: Any, token_id: int, step_s: float) -> None:
     """Put an instant engine in the place of a rank actor's runner. Runs in its process."""
-    actor._rank.engine.executor = InstantEngine(token_id, step_s)
+    actor._rank.engine.runner = InstantEngine(token_id, step_s)
 
 
 def arm(step_s: float, app_name: str = "default", token_id: int = 65) -> None:

@@ -1,9 +1,6 @@
 """Which kernels compute: those of `kernels.triton` on a GPU, of `kernels.cpu` elsewhere.
 
-On a GPU nothing here waits for the device. Grids follow from tensor shapes and from host integers,
-never from what a tensor holds. Triton is imported by the first tensor that needs it; a machine
-without a GPU may be without it.
-
+On a GPU nothing here waits for the device: grids follow from tensor shapes and host integers.
 Kernels of attention and experts run inside an op, and those of sampling behind the graph: they are
 called as they are. Those of other layers are traced, so on a GPU they are opaque ops. On a CPU
 torch functions are traced, because Inductor fuses them with their neighbours and cannot look into
@@ -24,7 +21,6 @@ from model.kernels import cpu, elementwise
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
-    """Return the kernels of a tensor's device."""
     return _triton() if x.is_cuda else cpu
 
 
@@ -54,12 +50,10 @@ def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Callable[...,
 
 
 rms_norm = _op(
-    "rms_norm",
-    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "rms_norm", lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
 silu_and_mul = _op(
-    "silu_and_mul",
-    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    "silu_and_mul", lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 )
 # `compile.passes` defines it, because its pass writes it into graphs.
 fused_add_rms_norm = _op("fused_add_rms_norm")

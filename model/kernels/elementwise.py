@@ -26,19 +26,14 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up (SwiGLU; Shazeer, 2020).
-
-    gate_up: [..., 2 * n], gate first. Returns [..., n].
-    """
+    """Return silu(gate) * up (SwiGLU; Shazeer, 2020). gate_up: [..., 2 * n], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (x[i], x[i + D / 2]) by its position's angle, halves as Hugging Face does.
-
-    x: [T, H, D]; cos, sin: [T, 1, D / 2]
-    """
+    """Turn each pair (x[i], x[i + D / 2]) by its position's angle. x: [T, H, D]; cos, sin: [T, 1, D
+    / 2]."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat(
         (torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)), dim=-1

@@ -20,13 +20,9 @@ def filter_top_k_top_p(
     """Set tokens outside of top-k, then those outside of top-p, to -inf.
 
     Top-k keeps ties with the k-th token. Top-p (nucleus sampling; Holtzman et al., 2020) keeps the
-    smallest set of likeliest tokens whose mass reaches `top_p`, the lowest ids among equals, and
-    always one. Masses are float64.
-
-    Args:
-        logits: float32 [B, V]
-        top_k: int64 [B], 0 keeps all
-        top_p: float32 [B], 1 keeps all
+    smallest set of likeliest tokens whose mass, in float64, reaches `top_p`, the lowest ids among
+    equals, and always one. logits: float32 [B, V]; top_k: int64 [B], 0 keeps all; top_p: float32
+    [B], 1 keeps all.
     """
     filtered = logits.clone()
     for row, k, p in zip(filtered, top_k.tolist(), top_p.tolist(), strict=True):
@@ -38,11 +34,8 @@ def filter_top_k_top_p(
 
 
 def _keep_top_p(row: torch.Tensor, p: float) -> None:
-    """Filter one row [V] in place.
-
-    Bins of equal width take the likelier tokens; only the tokens of the bin in which their mass
-    reaches p are sorted.
-    """
+    """Filter one row [V] in place: only the tokens of the bin in which the mass reaches p are
+    sorted."""
     weights = row.double()
     weights = weights.sub_(weights.amax()).exp_()
     total = weights.sum()

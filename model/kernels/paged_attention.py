@@ -1,17 +1,16 @@
 """Paged attention (Kwon et al., 2023) as torch functions: the reference of all kernels, and what a
 CPU without C++ kernels computes.
 
-Keys and values of a sequence lie in blocks anywhere in the pool; its row of the block table names
-them in order. What a masked position holds is multiplied by zero, which does not silence a NaN.
-So two invariants keep one sequence's values out of another's output, whatever they are: the
-scratch block is zero, and so is every slot behind the last token of a sequence, because writing a
-block's first slot clears the block.
+What a masked position holds is multiplied by zero, which does not silence a NaN. So two invariants
+keep one sequence's values out of another's output, whatever they are: the scratch block is zero,
+and so is every slot behind the last token of a sequence, because writing a block's first slot
+clears it.
 
-Each call copies the keys and values that it attends to into memory of its own: of all sequences of
-a decode, as long as the longest, of one sequence of a prefill. Kernels copy nothing.
+Each call copies the keys and values that it attends to into memory of its own. Kernels copy
+nothing.
 
-Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in
-the pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
+Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the
+pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
 """
 
 from __future__ import annotations
@@ -29,14 +28,11 @@ def write_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write tokens into their slots. Slots of block 0 take padding and stay zero.
+    """Write tokens into their slots, in order, blocks from their first slot on. Block 0 takes
+    padding.
 
-    A sequence's tokens must be written in order, blocks from their first slot on.
-
-    Args:
-        k, v: [T, Hkv, D]
-        k_cache, v_cache: [N, B, Hkv, D], any strides
-        slot_mapping: int64 [T], block * B + offset
+    k, v: [T, Hkv, D]; k_cache, v_cache: [N, B, Hkv, D], any strides; slot_mapping: int64 [T],
+    block * B + offset
     """
     block_size = k_cache.shape[1]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
@@ -60,9 +56,7 @@ def rope_and_write_kv(
 ) -> torch.Tensor:
     """Rotate queries and keys to their positions, write keys and values; return the queries.
 
-    Args:
-        q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
-        k_cache, v_cache, slot_mapping: as `write_kv` takes them
+    q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
     """
     write_kv(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
     return rotate(q, cos, sin)
@@ -80,15 +74,11 @@ def paged_decode(
 ) -> None:
     """Attend from one token per sequence to its last tokens, itself included.
 
-    Reads as many tokens per sequence as the longest one needs. A sequence of length 0 is padding;
-    its output is zero. Blocks outside of the window are not read, whatever the table says.
+    A sequence of length 0 is padding; its output is zero. Blocks outside of the window are not
+    read.
 
-    Args:
-        q, out: [S, H, D]
-        k_cache, v_cache: [N, B, Hkv, D], any strides
-        block_table: int32 [S, M]
-        seq_lens: int32 [S]
-        sliding_window: token j attends to token i where j - i < sliding_window; None: to all
+    q, out: [S, H, D]; k_cache, v_cache: [N, B, Hkv, D], any strides; block_table: int32 [S, M];
+    seq_lens: int32 [S]; token j attends to token i where j - i < sliding_window, or to all
     """
     num_seqs, num_kv_heads, block_size = q.shape[0], k_cache.shape[2], k_cache.shape[1]
     # A padding sequence sees one slot, of the scratch block: a row without any would be NaN.
@@ -128,14 +118,10 @@ def paged_prefill(
     """Attend from chunks of prompts, each to its sequence's tokens up to itself.
 
     The queries of a sequence are its last tokens, which the cache already holds. Those of a
-    sequence of length 0 are padding; their output is zero. A loop over the sequences; a later chunk
-    materialises its mask of query by KV tokens. Blocks outside of the first query's window are not
-    read, whatever the table says.
+    sequence of length 0 are padding; their output is zero. Blocks outside of the first query's
+    window are not read.
 
-    Args:
-        q, out: [T, H, D]
-        cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
-        k_cache, v_cache, block_table, seq_lens, sliding_window: as `paged_decode` takes them
+    q, out: [T, H, D]; cu_seqlens_q: int32 [S + 1]; the rest as `paged_decode` takes it
     """
     bounds, block_size = cu_seqlens_q.tolist(), k_cache.shape[1]
     for i, seq_len in enumerate(seq_lens.tolist()):
@@ -154,18 +140,13 @@ def paged_prefill(
 
 
 def _first_block(position: int, sliding_window: int | None, block_size: int) -> int:
-    """Return the first block that the token at `position` attends to."""
     if sliding_window is None:
         return 0
     return max(position - sliding_window + 1, 0) // block_size
 
 
 def _attend_chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sliding_window: int | None
 ) -> torch.Tensor:
     """Attend from the last tokens of one sequence. q: [Tq, H, D]; k, v: [Tk, Hkv, D]."""
     num_queries, num_tokens, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]

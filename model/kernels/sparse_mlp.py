@@ -1,13 +1,11 @@
 """Routed experts in torch functions: what a CPU computes, and what the GPU kernel must equal.
 
 Tokens are sorted by expert, so that an expert that has tokens multiplies all of them at once, and
-one that has none is not read. A step of one token reads `top_k` experts.
+one that has none is not read. Experts are a rank's own, numbered from `first_expert` on; tokens
+that are routed to others' are left out.
 
-Experts are a rank's own, numbered from `first_expert` on. Tokens that are routed to others' experts
-are left out; the ranks' results are summed elsewhere.
-
-Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
-I intermediate size.
+Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token, I
+intermediate size.
 """
 
 from __future__ import annotations
@@ -27,13 +25,10 @@ Products = Callable[[torch.Tensor, int], torch.Tensor]
 def route(
     router_logits: torch.Tensor, top_k: int, norm_topk_prob: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts by softmax and top-k, in float32.
+    """Choose each token's experts by softmax and top-k, in float32. router_logits: [T, X].
 
-    Args:
-        router_logits: [T, X]
-        norm_topk_prob: scale a token's weights to the sum 1.
-
-    Returns the experts, int64 [T, K], and their weights, float32 [T, K], largest first.
+    Returns the experts, int64 [T, K], and their weights, float32 [T, K], largest first, scaled to
+    the sum 1 if `norm_topk_prob`.
     """
     probabilities = router_logits.softmax(-1, dtype=torch.float32)
     weights, experts = probabilities.topk(top_k, dim=-1)
@@ -56,16 +51,10 @@ def expert_mlp(
     first_expert: int,
     products: Callable[[torch.Tensor], Products] = plain_products,
 ) -> torch.Tensor:
-    """Return what this rank's experts add to each token; zero for a token of other experts.
+    """Return what this rank's experts add to each token, summed in float32.
 
-    Sums over a token's experts are float32.
-
-    Args:
-        x: [T, E]
-        experts, weights: int64 and float32 [T, K], as `route` returns them
-        gate_up: [Xr, 2 * I, E], gate first
-        down: [Xr, E, I]
-        products: how to multiply with `gate_up` and `down`
+    x: [T, E]; experts, weights: as `route` returns them; gate_up: [Xr, 2 * I, E], gate first;
+    down: [Xr, E, I]; `products` multiplies with these two
     """
     up, back = products(gate_up), products(down)
     numbers, order = experts.flatten().sort(stable=True)

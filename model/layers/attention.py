@@ -23,9 +23,8 @@ from model.kernels.dispatch import kernels_for
 class AttentionMetadata:
     """Where a step's tokens belong.
 
-    Invariant: the first `num_decodes` sequences have exactly one query token each, so that their
-    tokens are the first `num_decodes` of the batch. A padding token's slot lies in block 0; a
-    padding sequence has length 0.
+    Invariant: the first `num_decodes` sequences, and so tokens, have one query token each. A
+    padding token's slot lies in block 0; a padding sequence has length 0.
     """
 
     num_decodes: int
@@ -41,10 +40,7 @@ class AttentionMetadata:
 
 
 class Attention(nn.Module):
-    """One layer's attention on this rank's heads; holds no weights.
-
-    Invariant: `layer_name` is the layer's key in the forward context.
-    """
+    """One layer's attention on this rank's heads; holds no weights."""
 
     def __init__(
         self,
@@ -69,10 +65,7 @@ class Attention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Rotate q and k to their positions, write keys and values, and attend.
-
-        q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]. Returns [T, H, D].
-        """
+        """Rotate, write and attend. q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]."""
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         unified_attention_with_output(q, k, v, cos, sin, output, self.layer_name)
         return output

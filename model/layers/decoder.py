@@ -1,4 +1,4 @@
-"""Decoder-only models: attention, gated MLP, the pre-norm layer, the stack of them, and the head.
+"""Decoder-only models: norm, attention, gated MLP, the pre-norm layer, their stack, and the head.
 
 A configuration and the row of its family (`model.families`) say how they are built.
 
@@ -25,10 +25,31 @@ from model.layers.linear import (
     VocabParallelEmbedding,
 )
 from model.layers.moe import SparseMLP
-from model.layers.norm import RMSNorm
 from model.layers.rotary import RotaryEmbedding
-from model.layers.slices import WeightedLayer, WeightSlice
+from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement
+
+
+class RMSNorm(WeightedLayer):
+    """Scale rows to unit mean square in float32, then by a weight in the model's dtype."""
+
+    def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
+        super().__init__(place)
+        self.eps = eps
+        self.weight = self.declare(hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden_size]"""
+        normed: torch.Tensor = dispatch.rms_norm(x, self.weight, self.eps)
+        return normed
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of the sum, and the sum. x, residual: [T, hidden_size]"""
+        normed, summed = dispatch.fused_add_rms_norm(x, residual, self.weight, self.eps)
+        return normed, summed
+
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        yield whole(f"{name}.weight", self, "weight")
 
 
 class GroupedQueryAttention(nn.Module):
@@ -71,8 +92,6 @@ class GroupedQueryAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Two projections up, one of which gates the other, and one down."""
-
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -87,8 +106,6 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
-
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -115,8 +132,6 @@ def _mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | Sparse
 
 @support_torch_compile
 class Decoder(nn.Module):
-    """Tokens and positions to hidden states."""
-
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
@@ -139,10 +154,8 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """One rank's shard of a decoder with a head over the vocabulary.
-
-    Invariant: modules and layer names follow the checkpoint's tensor names.
-    """
+    """One rank's shard of a decoder with a head over the vocabulary; named as the checkpoint's
+    tensors are."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -157,18 +170,14 @@ class CausalLM(nn.Module):
         )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute hidden states inside a forward context.
-
-        input_ids, positions: int64 [T]. Returns [T, E], equal on all ranks.
-        """
+        """Compute hidden states [T, E], equal on all ranks. input_ids, positions: int64 [T]."""
         hidden: torch.Tensor = self.model(input_ids, positions)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Score the vocabulary. hidden: [N, E].
+        """Score the vocabulary: a collective, which every rank calls equally often. hidden: [N, E].
 
-        A collective: every rank calls it equally often. Returns float32 [N, V] on rank 0, which
-        samples, and None on the others, which have sent it theirs.
+        Returns float32 [N, V] on rank 0, which samples, and None on the others.
         """
         return self.lm_head.logits(hidden)
 
@@ -178,7 +187,6 @@ class CausalLM(nn.Module):
         return static_forward_context((layer.layer_name, layer) for layer in found)
 
     def weight_slices(self, held: Collection[str] = ()) -> Iterator[WeightSlice]:
-        """Describe every tensor that the checkpoint must hold; see `WeightedLayer`."""
         for name, module in self.named_modules():
             if isinstance(module, WeightedLayer):
                 yield from module.weight_slices(name, held)

@@ -1,15 +1,12 @@
 """Linear layers whose weights are split over the ranks of a shard (Megatron-LM; Shoeybi, 2019).
 
 Column-parallel layers split their outputs and need no communication; a row-parallel layer splits
-its inputs and sums the ranks' results. A pair of them costs one all-reduce.
+its inputs and sums the ranks' results: a pair of them costs one all-reduce. Token embedding and
+output head are split over the vocabulary, padded with zero rows, whose logits are cut off after
+gathering. A head that also looks tokens up is packed where rows can be read from packed memory.
 
-Token embedding and output head are split over the vocabulary, which is padded to a multiple of the
-ranks. Padding rows are zero, no token id reaches them, and their logits are cut off after
-gathering. A head that also looks tokens up is packed where rows can be read from packed memory, so
-that a tied model holds its largest matrix once; else it stays plain.
-
-Shapes: T tokens, I inputs, O outputs; weights are [O, I] as in `F.linear`. N rows, E hidden size,
-V vocabulary.
+Shapes: T tokens, I inputs, O outputs; weights are [O, I] as in `F.linear`. N rows, E hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ from model.parallel import Placement, Shard
 
 
 class Linear(WeightedLayer):
-    """A product with a weight that is packed once it is read, where packing pays.
-
-    Invariant: once packed, `weight` keeps its shape and dtype alone, and `handle` stands for it.
-    """
+    """A product with a weight that is packed once it is read, where packing pays: then `weight`
+    keeps its shape and dtype alone, and `handle` stands for it."""
 
     handle: torch.Tensor | None
 
@@ -116,11 +111,8 @@ class MergedColumnParallelLinear(_ColumnSplit):
 
 
 class QKVParallelLinear(_ColumnSplit):
-    """Queries, keys and values of this rank's heads.
-
-    With fewer KV heads than ranks, each KV head lives on several ranks: those whose query heads
-    attend to it.
-    """
+    """Queries, keys and values of this rank's heads. With fewer KV heads than ranks, each lives on
+    those whose query heads attend to it."""
 
     def __init__(
         self,
@@ -154,11 +146,8 @@ class QKVParallelLinear(_ColumnSplit):
 
 
 def kv_heads_of(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
-    """Return how many KV heads a rank holds and the first of them.
-
-    Raises:
-        FieldError: neither the heads nor the ranks are a multiple of the other.
-    """
+    """Return how many KV heads a rank holds and the first of them; a FieldError if neither the
+    heads nor the ranks are a multiple of the other."""
     if num_kv_heads % shard.size == 0:
         count = num_kv_heads // shard.size
         return count, shard.rank * count
@@ -197,10 +186,8 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(Linear):
-    """This rank's rows of the vocabulary, to look tokens up, to score them, or both.
-
-    Invariant: what is traced does not depend on the rank; `first_row`, an input, does.
-    """
+    """This rank's rows of the vocabulary, to look tokens up, to score them, or both. What is traced
+    does not depend on the rank; `first_row`, an input, does."""
 
     first_row: torch.Tensor
 

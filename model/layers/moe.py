@@ -7,12 +7,11 @@
 4. It sums over the data-parallel ranks and keeps this one's tokens, a reduce-scatter, so that what
    is left to sum over the tensor-parallel ranks is short.
 
-Every rank makes the same collectives, whatever tokens it has and wherever they are routed. The op's
-arguments are tensors and the names of groups, the same in every layer and on every rank: a traced
-graph does not depend on which experts a rank holds or how many.
+Every rank makes the same collectives, whatever tokens it has. The op's arguments are the same in
+every layer and on every rank: a traced graph does not depend on which experts a rank holds.
 
-Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
-I intermediate size.
+Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token, I
+intermediate size.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
 
 CHUNK_TOKENS = 4096
-"""Of each data-parallel rank at once: what all ranks' tokens take here is bounded, however long
-their steps are."""
+"""Of each data-parallel rank at once: what all ranks' tokens take here is bounded."""
 
 
 class Router(Linear):
@@ -62,10 +60,8 @@ def _is_fused(layer: str, held: Collection[str]) -> bool:
 
 
 class ExpertWeights(WeightedLayer):
-    """One projection of this rank's experts, one matrix for each.
-
-    Invariant: once packed, `weight` keeps its shape and dtype alone, and `handles` stand for it.
-    """
+    """One projection of this rank's experts, one matrix for each; once packed, `handles` stand for
+    `weight`."""
 
     handles: torch.Tensor | None
 
@@ -120,8 +116,6 @@ class ExpertWeights(WeightedLayer):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in place of a layer's gated MLP."""
-
     def __init__(
         self, hidden_size: int, experts: Experts, names: ExpertNames, place: Placement
     ) -> None:
@@ -164,11 +158,8 @@ def _routed_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, over all ranks that hold some.
 
-    Args:
-        x: [T, E]; router_logits: [T, X]
-        gate_up, down: [Xr, 2 * I, E] and [Xr, E, I], or handles of packed ones, int64 [Xr]
-        group, data_group: names of this rank's tensor-parallel and data-parallel group; "" for one
-            rank alone
+    x: [T, E]; router_logits: [T, X]; gate_up, down: [Xr, 2 * I, E] and [Xr, E, I], or handles of
+    packed ones, int64 [Xr]; group, data_group: names, "" for one rank alone
     """
     tensor, data = Shard.named(group), Shard.named(data_group)
     num_tokens, num_columns = x.shape
@@ -198,7 +189,6 @@ def _routed_experts(
 
 
 def _metadata_for(num_tokens: int, data: Shard) -> DPMetadata:
-    """Return how many tokens each data-parallel rank computes in this step, padding included."""
     metadata = get_forward_context().dp_metadata
     found = () if metadata is None else metadata.num_tokens_across_dp
     if metadata is None or len(found) != data.size or found[data.rank] != num_tokens:

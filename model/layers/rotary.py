@@ -17,11 +17,8 @@ from model.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of a step's positions.
-
-    Invariant: `inv_freq` is float32 [D / 2] and equal on every rank and device, because it is
-    computed on the CPU. There is no table by position: long contexts would make it large.
-    """
+    """Cosines and sines of a step's positions. `inv_freq` is float32 [D / 2] and equal on every
+    rank and device, because it is computed on the CPU. A table by position would be large."""
 
     inv_freq: torch.Tensor
     exponents: torch.Tensor

@@ -1,10 +1,8 @@
 """`WeightSlice`: which part of a checkpoint's tensor fills which part of a parameter.
 
-Layers describe their weights this way and read nothing; `model.weights` reads.
-
-A parameter has no memory until its first part is read, and its layer is told when its last part has
-been read. So a layer may replace the parameter (pack it, say) before the next one takes memory, and
-a rank never holds two copies of its shard.
+Layers describe their weights this way; `model.weights` reads. A parameter has no memory until its
+first part is read, and its layer is told when its last part has been. So a layer may pack the
+parameter before the next one takes memory, and a rank never holds two copies of its shard.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ class WeightedLayer(nn.Module):
         return parameter
 
     def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors of this layer, the module `name` of the model.
-
-        Args:
-            held: names of the tensors that it does hold; they choose where there are two spellings.
-        """
+        """Describe the checkpoint's tensors of this layer, the module `name` of the model; `held`
+        are those that it does hold, where there are two spellings."""
         raise NotImplementedError
 
     def loaded(self, name: str) -> None:
@@ -56,11 +51,8 @@ class WeightedLayer(nn.Module):
 
 
 def _memory_for(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an unset tensor like `parameter`.
-
-    On a CPU it is a mapping of its own. The heap would keep what is freed after packing: a sixth
-    of the weights at the end of loading.
-    """
+    """Return an unset tensor like `parameter`, on a CPU a mapping of its own: the heap would keep
+    what is freed after packing."""
     if device.type != "cpu" or not parameter.numel():
         return torch.empty_like(parameter, device=device)
     memory = mmap.mmap(-1, parameter.nbytes)
@@ -69,11 +61,8 @@ def _memory_for(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """`checkpoint[name][..., start:stop, ...] -> layer.parameter[rows]`, cut along `dim`.
-
-    Invariant: `shape` is the whole tensor's shape in the checkpoint; those rows of the parameter
-    have that shape with `stop - start` in place of `shape[dim]`.
-    """
+    """`checkpoint[name][..., start:stop, ...] -> layer.parameter[rows]`, cut along `dim`; `shape`
+    is the whole tensor's in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +82,6 @@ class WeightSlice:
 
     @property
     def home(self) -> tuple[WeightedLayer, str]:
-        """The parameter that this slice is a part of."""
         return self.layer, self.parameter
 
     def target(self) -> torch.Tensor:
@@ -102,6 +90,5 @@ class WeightSlice:
 
 
 def whole(name: str, layer: WeightedLayer, parameter: str) -> WeightSlice:
-    """Return the slice that fills a parameter with all of a tensor."""
     shape = tuple(layer.get_parameter(parameter).shape)
     return WeightSlice(name, shape, layer, parameter, slice(None), 0, 0, shape[0])

@@ -15,11 +15,11 @@ import zmq
 import zmq.asyncio
 from ray import serve as ray_serve
 
-from cluster.actors.board_clients import ReplicaBoard
 from cluster.actors.gcs_store import FailedStart, FailedStarts, application_secret
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import RayRank, create_group
 from cluster.actors.reports import ReplicaReport
+from cluster.actors.status_board import ReplicaBoard
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import Abort, EndedFrame, FrameError, Watch, decode, encode

@@ -44,13 +44,13 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from cluster.wire.node import node_id
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,
     end_context,
     join,
     listening_socket,
+    node_id,
     pack,
 )
 from compile.config import CompilationConfig

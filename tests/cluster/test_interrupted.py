@@ -211,7 +211,7 @@ def test_pre_emption_changes_nothing(
     ]
     results = run(engine, [*fillers, request])
     assert tokens(results[-1]) == tokens(wanted[name])
-    assert engine.stats().num_preemptions > 0
+    assert engine.scheduler.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("num_delivered", [1, 5, 40])
@@ -232,7 +232,7 @@ def test_resuming_on_another_engine_changes_nothing(
         [found] = run(engine, [request])
         assert tokens(found) == output[num_delivered:]
         _check_logprobs(found, wanted[name][num_delivered:])
-    assert engine.stats().prefix_hits > 0
+    assert engine.scheduler.stats().prefix_hits > 0
 
 
 def _check_logprobs(found: list[EngineOutput], wanted: list[EngineOutput]) -> None:

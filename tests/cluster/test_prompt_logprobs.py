@@ -108,13 +108,13 @@ def test_logits_of_a_chunk_are_computed_in_pieces(
     [prompt] = prompts_for(1)
     engine = make_engine(oracle)
     rows: list[int] = []
-    real = engine.executor.model.compute_logits  # type: ignore[attr-defined]
+    real = engine.runner.model.compute_logits  # type: ignore[attr-defined]
 
     def compute_logits(hidden: torch.Tensor) -> Any:
         rows.append(len(hidden))
         return real(hidden)
 
-    engine.executor.model.compute_logits = compute_logits  # type: ignore[attr-defined]
+    engine.runner.model.compute_logits = compute_logits  # type: ignore[attr-defined]
     check(oracle, prompt, only_first(run(engine, [make_request("0", prompt)])["0"]))
     assert max(rows) == 13 and sum(rows) == len(prompt) - 1 + 4
 
@@ -164,7 +164,7 @@ def test_pre_emption_gives_them_once(oracle: Any) -> None:
     outputs = run(engine, requests)
     for i, prompt in enumerate(prompts):
         check(oracle, prompt, only_first(outputs[str(i)]))
-    assert engine.stats().num_preemptions > 3
+    assert engine.scheduler.stats().num_preemptions > 3
 
 
 def test_a_resumed_sequence_has_had_them(oracle: Any) -> None:

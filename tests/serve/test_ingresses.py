@@ -142,15 +142,15 @@ class Watch:
 
 def slow_down(actor: Any, pause_s: float, while_there: str) -> None:
     """Let each step of a rank take so long more while a file is there. Runs in its process."""
-    executor = actor._rank.engine.executor
-    execute = executor.execute
+    runner = actor._rank.engine.runner
+    execute = runner.execute
 
     def slowly(*arguments: Any) -> Any:
         if os.path.exists(while_there):
             time.sleep(pause_s)
         return execute(*arguments)
 
-    executor.execute = slowly
+    runner.execute = slowly
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def test_padding_of_decode_steps_takes_no_kv_and_makes_no_outputs() -> None:
     assert [output.outputs[0].token_ids for output in found] == wanted
     # The first token comes from the prompt's step; the pool was full, and nobody had to wait.
     assert {k.num_seqs: n for k, n in llm.runner.forward.num_replays.items()} == {4: 19}
-    stats = llm.engine.stats()
+    stats = llm.engine.scheduler.stats()
     assert (stats.num_preemptions, stats.num_free_blocks) == (0, 9)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.engine.overlap import OverlappedEngine
+from cluster.engine.engine import OverlappedEngine
 from cluster.rank.runner import LaunchedStep, ModelRunner
 from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan
 from serve.llm import LLM, RequestOutput, SamplingParams
@@ -30,7 +30,7 @@ def engines() -> dict[str, LLM]:
 
 
 class Counting:
-    """Notes what an engine's executor is told."""
+    """Notes what an engine's runner is told."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -100,9 +100,9 @@ def test_planning_ahead_changes_no_output(engines: dict[str, LLM], seed: int) ->
     params = [of_all_kinds(rng, rng.sample(range(vocab), 40)) for _ in prompts]
     found = {}
     for overlap, llm in engines.items():
-        before = llm.engine.stats().num_preemptions
+        before = llm.engine.scheduler.stats().num_preemptions
         found[overlap] = llm.generate(prompts, params)
-        stats = llm.engine.stats()
+        stats = llm.engine.scheduler.stats()
         assert stats.num_preemptions > before
         assert stats.num_free_blocks == stats.num_blocks == SIZES["num_kv_blocks"]
         assert not llm.engine.has_unfinished
@@ -118,13 +118,13 @@ def test_steps_are_planned_before_the_tokens_of_the_last_are_known(engines: dict
     llm = engines["on"]
     assert isinstance(llm.engine, OverlappedEngine)
     assert not isinstance(engines["off"].engine, OverlappedEngine)
-    runner = llm.engine.executor
-    llm.engine.executor = counting = Counting(llm.runner)
+    runner = llm.engine.runner
+    llm.engine.runner = counting = Counting(llm.runner)
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     try:
         [output] = llm.generate([[7, 8, 9]], SamplingParams(**greedy))
     finally:
-        llm.engine.executor = runner
+        llm.engine.runner = runner
     tokens = output.outputs[0].token_ids
     assert counting.most_in_flight == 2
     # All but the first step take their token from the one before; none computes the last token.

@@ -19,14 +19,13 @@ from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
 from cluster.engine import sequence
+from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine, agree
-from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
-from cluster.kv.group import GroupReader
-from cluster.kv.handoff import KVHolder
+from cluster.kv.handoff import GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
-from cluster.rank.follower_loop import FollowerLoop
+from cluster.rank.follower import FollowerLoop
 from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import (
     PENDING,

@@ -15,8 +15,7 @@ import msgspec
 from sim_schedule import LINK, Fault
 
 from cluster.engine.divergence import StepDigester
-from cluster.group.channel import StepReceiver, StepSender
-from cluster.group.peers import PeerSockets
+from cluster.group.channel import PeerSockets, StepReceiver, StepSender
 from cluster.wire.group_messages import EndOfSteps, FollowerReport, KVOrder, StepFrame, ToFollower
 from cluster.wire.messages import Vote, decode, encode
 

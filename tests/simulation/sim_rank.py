@@ -34,8 +34,8 @@ from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
-from cluster.kv.group import GroupHolder, GroupReader
-from cluster.rank.follower_loop import FollowerLoop
+from cluster.kv.handoff import GroupHolder, GroupReader
+from cluster.rank.follower import FollowerLoop
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import (
@@ -146,7 +146,7 @@ class SimRank:
 
 
 class SimRunner:
-    """The executor: takes time, waits for all ranks in collectives, and checks what they run."""
+    """The runner: takes time, waits for all ranks in collectives, and checks what they run."""
 
     def __init__(self, rank: SimRank) -> None:
         self._rank = rank

@@ -42,15 +42,14 @@ from sim_schedule import (
     draw_arrival,
 )
 
+from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine
-from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
 from cluster.group.context import RankPlace
-from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import KVHolder
+from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
-from cluster.rank.follower_loop import FollowerLoop
+from cluster.rank.follower import FollowerLoop
 from cluster.wire.messages import (
     EngineOutput,
     FrameError,

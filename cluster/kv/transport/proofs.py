@@ -2,22 +2,19 @@
 
 KV sockets do not encrypt, which would take two thirds of their speed. Keyed BLAKE2b under the
 application's secret covers each call together with the process that it is for, and each answer
-together with the call that it answers; it is compared before anything else is decoded. So a process
-that has a dead holder's port can neither serve its readers nor learn to from their calls.
+together with the call that it answers; it is compared before anything else is decoded.
 
 Replays are harmless. An answer is good for one call, whose id is never used again. A call is good
 for one process, and only once there, because calls for a handoff are numbered and the holder drops
-one whose number is not above the last. An ended handoff needs no such account: nothing revives it.
+one whose number is not above the last.
 
 The bytes of blocks are not covered: to hash them on both sides takes longer than to encrypt them
-(`examples/bench/kv_transfer.py`), and an attacker who could alter packets between two nodes could
-also read the KV in them.
+(`examples/bench/kv_transfer.py`), and an attacker who could alter packets could also read the KV.
 
-Before that there is a door, which keeps strangers from filling the holder's memory
-(`cluster/wire/sockets.py`): ZeroMQ's PLAIN, with a password that follows from the application's
-secret and from the holder's process. It proves no call, because it travels in the clear and a
-process that has a dead holder's port is told it; it opens no other door. PLAIN asks an
-authenticator (ZAP), of which a context has one.
+Before that there is a door, which keeps strangers from filling the holder's memory: ZeroMQ's PLAIN,
+with a password that follows from the application's secret and from the holder's process. It proves
+no call, because it travels in the clear. PLAIN asks an authenticator (ZAP), of which a context has
+one.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from typing import Any
 import zmq
 
 from cluster.wire.credentials import Credentials
-from cluster.wire.polling import Budget
-from cluster.wire.sockets import inner_socket
+from cluster.wire.sockets import Budget, inner_socket
 
 CALL, ANSWER, DOOR = b"lockstep call", b"lockstep answer", b"lockstep door"
 """What is proved, as BLAKE2b's personalisation: a proof of one kind is none of another."""
@@ -56,7 +52,6 @@ class KVProofs:
         return self._hash(ANSWER, call_proof, answer)
 
     def password(self, process: bytes) -> bytes:
-        """Return what opens the door of a process."""
         return self._hash(DOOR, process).hex().encode()
 
     def _hash(self, person: bytes, *parts: bytes) -> bytes:
@@ -83,8 +78,6 @@ def number_of(call_id: bytes) -> int:
 
 
 class PlainHandshake:
-    """ZeroMQ's PLAIN with the password of one holder."""
-
     def __init__(self, password: bytes) -> None:
         self._password = password
 

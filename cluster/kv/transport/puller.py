@@ -22,9 +22,7 @@ from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
-from cluster.wire.node import node_id
-from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import MAX_PART_BYTES, connecting_socket
+from cluster.wire.sockets import MAX_PART_BYTES, Doorbell, connecting_socket, node_id
 
 log = logging.getLogger("lockstep.kv")
 
@@ -33,8 +31,7 @@ T = TypeVar("T")
 IDLE_S = 600.0
 """After this long without a read nothing is kept open; longer than any read takes."""
 MAX_HOLDERS = 128
-"""Each has a socket, and a descriptor if its memory is mapped: one for each prefill rank that this
-one reads from. Beyond that the one that was used least recently gives way."""
+"""One for each prefill rank that this one reads from; the one used least recently gives way."""
 MAX_OPEN_CALLS = 4096
 """To one holder: a renewal that is never answered is forgotten at some point."""
 MAX_ANSWERS = 64
@@ -67,7 +64,6 @@ class KVPuller:
             block_bytes=self._transport.store.block_bytes,
             clock=clock,
         )
-        """Whose sums any thread may read."""
         self._doorbell = doorbell
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._finished: SimpleQueue[ReadEnded] = SimpleQueue()
@@ -96,11 +92,7 @@ class KVPuller:
         self._post(lambda: self.reads.cancel(request_id))
 
     def take_finished(self) -> list[ReadEnded]:
-        """Return the reads that ended since the last call.
-
-        Raises:
-            KVThreadDied: the thread is gone; without it every request would wait for ever.
-        """
+        """Return the reads that ended since the last call; `KVThreadDied` if the thread is gone."""
         self._thread.check()
         return _drain(self._finished)
 
@@ -144,8 +136,7 @@ class _Transport:
         self._node = node_id()
         self._ids = CallIds()
         self._holders: OrderedDict[KVSource, _Holder] = OrderedDict()
-        """By source, the last used at the end. Address, pid and descriptor come again, its process
-        does not."""
+        """By source, whose process never comes again; the last used at the end."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
         self._holder(source).send(call)
@@ -153,8 +144,8 @@ class _Transport:
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry.
 
-        Of each source up to the first with blocks. The others stay in its socket until these are
-        written, so a source whose answers have come never seems silent, however long that takes.
+        Of each source up to the first with blocks: the others stay in its socket until these are
+        written, so a source whose answers have come never seems silent.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, holder in list(self._holders.items()):
@@ -216,11 +207,8 @@ class _Transport:
         return holder.memory
 
     def _holder(self, source: KVSource) -> _Holder:
-        """Return the connection to a holder, a new one if there is none.
-
-        Raises:
-            OSError: there is no such address.
-        """
+        """Return the connection to a holder, a new one if there is none; an OSError if it has no
+        such address."""
         holder = self._holders.get(source)
         if holder is None:
             self._forget_the_gone()
@@ -239,10 +227,8 @@ class _Transport:
         return holder
 
     def _forget_the_gone(self) -> None:
-        """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory.
-
-        Nothing is known of those on other nodes, so they go when nothing was read for long.
-        """
+        """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory. Those
+        on other nodes go when nothing was read for long."""
         idle_since = time.monotonic() - IDLE_S
         for source, holder in list(self._holders.items()):
             is_mapped = holder.memory is not None
@@ -252,8 +238,8 @@ class _Transport:
 
 
 class _Holder:
-    """What is open towards one holder: a connection, with the calls that it has not answered, and
-    its memory if it is mapped."""
+    """What is open towards one holder: a connection, calls without an answer, and memory that is
+    mapped."""
 
     def __init__(
         self,
@@ -264,14 +250,8 @@ class _Holder:
         ids: CallIds,
         block_bytes: int,
     ) -> None:
-        """Connect.
-
-        Args:
-            ids: of this reader's calls, whatever connection they take.
-
-        Raises:
-            OSError: there is no such address.
-        """
+        """Connect; an OSError if there is no such address. `ids` are of this reader's calls on any
+        connection."""
         self.memory: BlockStore | None = None
         self.is_private = False
         """It is on this node, but its memory may not be looked into."""
@@ -281,7 +261,6 @@ class _Holder:
         self._proofs = KVProofs(credentials)
         self._ids = ids
         self._open: OrderedDict[bytes, tuple[KVCall, bytes]] = OrderedDict()
-        """By the calls' ids, with their proofs."""
         self.socket = connecting_socket(
             context,
             zmq.DEALER,
@@ -307,11 +286,8 @@ class _Holder:
             self.socket.send_multipart(parts, zmq.NOBLOCK)
 
     def receive(self) -> list[tuple[KVAnswer, list[memoryview]]]:
-        """Return the answers that have come, up to the first with blocks.
-
-        Raises:
-            FrameError: something else has come.
-        """
+        """Return the answers that have come, up to the first with blocks; a `FrameError` if
+        something else has."""
         answers: list[tuple[KVAnswer, list[memoryview]]] = []
         while len(answers) < MAX_ANSWERS and self.socket.poll(0):
             answers.append(self._read(self.socket.recv_multipart(copy=False)))

@@ -27,8 +27,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from cluster.wire.polling import Budget, Doorbell
-from cluster.wire.sockets import end_context, listening_socket
+from cluster.wire.sockets import Budget, Doorbell, end_context, listening_socket
 
 log = logging.getLogger("lockstep.kv")
 
@@ -51,10 +50,11 @@ class ProvedCall:
 
 
 class KVServer:
-    """The holder's side: a thread that serves reads, renewals and releases of handoffs.
+    """A thread that serves reads, renewals and releases of handoffs: the scheduler's
+    `HandoffHolder`.
 
-    It is the scheduler's `HandoffHolder`: the step thread may call `hold`, `drop` and `take_ended`
-    at any time. `doorbell` rings whenever a handoff ended and its blocks may be freed.
+    The step thread may call `hold`, `drop` and `take_ended` at any time. `doorbell` rings whenever
+    a handoff ended and its blocks may be freed.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class KVServer:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.num_expired = 0
-        """Handoffs whose lease ran out."""
         self._thread = KVThread(
             "kv server",
             turn=self._turn,
@@ -116,11 +115,7 @@ class KVServer:
             self._holder.drop(handoff_id)
 
     def take_ended(self) -> list[int]:
-        """Return the handoffs whose blocks may be freed.
-
-        Raises:
-            KVThreadDied: the thread is gone; without it no handoff would ever end.
-        """
+        """Return the handoffs whose blocks may be freed; `KVThreadDied` if the thread is gone."""
         self._thread.check()
         with self._lock:
             ended = self._holder.take_ended()
@@ -184,12 +179,8 @@ class KVServer:
                 )
 
     def _prove(self, parts: list[bytes]) -> ProvedCall:
-        """Return the call that came.
-
-        Raises:
-            FrameError: it is not the application's, is none, or is one to a process that had this
-                address before: its handoffs died with it.
-        """
+        """Return the call that came; a `FrameError` if it is not the application's, or is for a
+        process that had this address before."""
         if len(parts) != 6:
             raise FrameError(f"message: wanted 6 parts, found {len(parts)}")
         peer, header, call_id, called, body, proof = parts

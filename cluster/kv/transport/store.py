@@ -15,8 +15,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class SharedMemory:
     """Writable memory of this process that peers on the node can open by (pid, fd).
 
-    An anonymous memory file backs it: it has no name, so a killed process leaves nothing behind. It
-    is sealed, because a file that shrinks would end the process of any peer that has mapped it.
+    An anonymous memory file backs it, so a killed process leaves nothing behind. It is sealed: a
+    file that shrinks would end the process of any peer that has mapped it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -29,12 +29,10 @@ class SharedMemory:
 
 
 def open_shared(pid: int, fd: int) -> memoryview:
-    """Map a peer's memory.
+    """Map a peer's memory, writable, because torch refuses read-only buffers; readers must not
+    write.
 
-    Writable, because torch refuses read-only buffers; readers must not write.
-
-    Raises:
-        OSError: the peer is gone or may not be looked into, or what it has there is no such memory.
+    An `OSError` if the peer is gone, may not be looked into, or has no such memory there.
     """
     opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -54,7 +52,6 @@ class BlockStore:
     """
 
     def __init__(self, pool: torch.Tensor) -> None:
-        """Take a pool, on the thread that allocated it."""
         self._rows = pool.reshape(pool.shape[0], -1).view(torch.uint8)
         self.block_bytes = self._rows.shape[1]
         self.is_on_host = pool.device.type == "cpu"
@@ -66,21 +63,15 @@ class BlockStore:
 
     @classmethod
     def of_memory(cls, memory: memoryview, block_bytes: int) -> BlockStore:
-        """Return another process' pool, mapped into this one, as a store.
-
-        Raises:
-            ValueError: the memory is not a number of whole blocks.
-        """
+        """Return another process' pool as a store; a ValueError if it is not a number of whole
+        blocks."""
         if not len(memory) or len(memory) % block_bytes:
             raise ValueError(f"wanted blocks of {block_bytes} bytes, found {len(memory)} bytes")
         return cls(torch.frombuffer(memory, dtype=torch.uint8).view(-1, block_bytes))
 
     def copy_from(self, source: BlockStore, source_ids: list[int], ids: list[int]) -> None:
-        """Copy blocks of another store into blocks of this one.
-
-        Raises:
-            ValueError: the other one does not have all of them.
-        """
+        """Copy blocks of another store into blocks of this one; a ValueError if it does not have
+        all of them."""
         num_blocks = source._rows.shape[0]
         if not all(0 <= i < num_blocks for i in source_ids):
             raise ValueError(f"wanted blocks below {num_blocks}, found {max(source_ids)}")
@@ -98,11 +89,8 @@ class BlockStore:
         return [row.numpy().data for row in staged]
 
     def scatter(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write each block's bytes.
-
-        Raises:
-            ValueError: one is longer or shorter than a block; nothing is written.
-        """
+        """Write each block's bytes; a ValueError, and nothing is written, if one is not as long as
+        a block."""
         if any(len(block) != self.block_bytes for block in blocks):
             sizes = sorted({len(block) for block in blocks})
             raise ValueError(f"wanted blocks of {self.block_bytes} bytes, found {sizes[:4]}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from cluster.wire.polling import Doorbell
+from cluster.wire.sockets import Doorbell
 
 
 class KVThreadDied(RuntimeError):
@@ -15,10 +15,8 @@ class KVThreadDied(RuntimeError):
 
 
 class KVThread:
-    """Waits for sockets, a ring of `wake` or a deadline, and takes a turn after each.
-
-    `doorbell` rings if it dies, because without it every request would wait for ever.
-    """
+    """Waits for sockets, a ring of `wake` or a deadline, and takes a turn after each. `doorbell`
+    rings if it dies."""
 
     def __init__(
         self,
@@ -45,7 +43,6 @@ class KVThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise `KVThreadDied` if it has ended with an error."""
         if (error := self._failure) is not None:
             text = f"{self._name} thread ended: {type(error).__name__}: {error}"
             raise KVThreadDied(text) from error

@@ -1,13 +1,12 @@
 """Build the C++ kernels of this package once per machine, and load them.
 
 1. The key names everything that decides the machine code: sources, compiler, flags, processor.
-2. The library of that key lies in the cache directory, or is built beside it and renamed: two
-   processes that build at once both succeed, and none loads half a file.
+2. The library of that key lies in the cache directory, or is built beside it and renamed.
 3. Without a compiler, or if the directory belongs to another user, torch functions compute; one
    line in the log says so.
 
-The kernels use the OpenMP runtime that torch brought. They are compiled with OpenMP and linked
-without it, because a second runtime would start a second pool of threads on the same cores.
+The kernels are compiled with OpenMP and linked without it, because a second runtime beside torch's
+would start a second pool of threads on the same cores.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
 }
-"""Arguments and result of the kernels that `run` does not call: a step calls the first one for each
-weight, and knows most of its sizes beforehand."""
+"""Of the kernels that `run` does not call: a step knows most sizes of the first one beforehand."""
 _KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
 
 logger = logging.getLogger(__name__)
@@ -72,13 +70,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def build_library(directory: Path) -> Path:
-    """Return the library in `directory`, which is made if it is missing.
-
-    Raises:
-        NativeError: there is no compiler, or it refuses the sources.
-        PrivateDirectoryError: another user could place the code that we load.
-        OSError: the directory cannot be written.
-    """
+    """Return the library in `directory`, made if it is missing; raises one of `_FAILURES`."""
     compiler = shutil.which(cxx())
     if compiler is None:
         raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
@@ -116,7 +108,6 @@ def _digest(data: bytes) -> bytes:
 
 
 def _key(version: str) -> str:
-    """Return a hash of everything that decides the machine code."""
     parts = [version, *FLAGS, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -144,11 +135,8 @@ def native_function(name: str, dtype: torch.dtype) -> Any:
 
 
 def run(name: str, *tensors: torch.Tensor, scalar: float = 0.0, window: int = 0) -> bool:
-    """Call a kernel on tensors of a CPU; return False, with nothing done, where none serves them.
-
-    Args:
-        tensors: in the kernel's order. The first says the dtype of all floating-point ones.
-    """
+    """Call a kernel on tensors of a CPU, the first of which says the floating-point dtype; return
+    False, with nothing done, where none serves them."""
     kinds = [(t.dtype, t.shape, t.stride()) for t in tensors]
     prepared = _prepared(name, torch.get_num_threads(), window, *kinds)
     if prepared is None:
@@ -166,10 +154,8 @@ def _prepared(
     window: int,
     *kinds: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]],
 ) -> tuple[Callable[..., bool], Callable[..., bytes], ctypes.Array[ctypes.c_int64]] | None:
-    """Return a kernel, and what packs addresses and sizes as `Arguments` in C++ reads them.
-
-    None where the kernel is not built, where dtypes differ and where a last stride is not 1.
-    """
+    """Return a kernel, and what packs addresses and sizes as `Arguments` in C++ reads them; None
+    where the kernel is not built, where dtypes differ and where a last stride is not 1."""
     first = kinds[0][0]
     kernel = native_function(name, first)
     sizes = [num_threads, window]

@@ -1,8 +1,7 @@
 """Linear layers over weights that are packed for the CPU, as two opaque ops.
 
 An op's argument is a *handle*, a tensor that holds an index into this process's table of packed
-weights. Layers of equal shape so become equal pieces of a graph: what differs between them is an
-input.
+weights: layers of equal shape so become equal pieces of a graph.
 
 Who packs and multiplies is decided by the processor, the dtype and whether the C++ kernels were
 built, never by a measurement, so a restart on the same machine rounds as the last run did:
@@ -10,13 +9,12 @@ built, never by a measurement, so a restart on the same machine rounds as the la
 1. With AVX2 and no AVX512, this module packs and the C++ kernel multiplies. oneDNN refuses
    bfloat16 there, and is slower in float32 with few rows and no faster with many.
 2. Elsewhere oneDNN packs, and multiplies more than KERNEL_ROWS rows. For fewer, decode steps, the
-   kernel is faster on the same packed bytes, because it reads them while it multiplies. It may
-   touch them, because packing proves where each element went (`_tiles_of`); where they cannot be
-   found, oneDNN does all. Where AMX multiplies, the kernel takes one row of bfloat16 only.
+   kernel is faster on the same packed bytes. It may touch them, because packing proves where each
+   element went (`_tiles_of`); where they cannot be found, oneDNN does all. Where AMX multiplies,
+   the kernel takes one row of bfloat16 only.
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
 
-To the bit, what the kernel makes of a row does not depend on the rows beside it. The two round
-differently.
+What the kernel makes of a row does not depend on the rows beside it, to the bit.
 
 Shapes: T tokens, I inputs, O outputs; a weight is [O, I]. Tiles are [O / N, I / P, N, P] with N
 outputs side by side and P elements in four bytes, both dimensions padded with zeros. A weight that
@@ -41,8 +39,7 @@ from model.kernels.sparse_mlp import Products
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 KERNEL_ROWS = 64
-"""Rows up to which the kernel multiplies what oneDNN packed: from there on both multiply at the
-processor's rate, and oneDNN's blocks suit larger products (`examples/bench/packed_linear.py`)."""
+"""Up to here the kernel multiplies what oneDNN packed: then both reach the processor's rate."""
 TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
 """Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
@@ -59,9 +56,7 @@ class _Entry:
     """oneDNN's; None where this module packed."""
     tiles: torch.Tensor | None
     sizes: ctypes.Array[ctypes.c_int64] | None
-    """What the kernel is told of the tiles."""
     kernel_rows: int
-    """Up to how many rows the kernel multiplies."""
 
 
 _table: dict[int, _Entry] = {}
@@ -146,7 +141,6 @@ def _forget(index: int, handle: torch.Tensor) -> None:
 
 
 def _entry(handle: torch.Tensor) -> _Entry:
-    """Return the entry of a handle, or of a copy of one."""
     entry = _entry_at.get(handle.data_ptr())
     return _table[int(handle)] if entry is None else entry
 
@@ -186,7 +180,6 @@ def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [O, I] as tiles."""
     library, kernel = native_library(), native_function("pack_linear", weight.dtype)
     assert library is not None
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

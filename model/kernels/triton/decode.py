@@ -1,15 +1,13 @@
 """Paged decode attention on a GPU; the reference is `paged_attention.paged_decode`.
 
-Flash-decoding (Dao et al., 2023): with one query token per sequence there are too few rows to fill
-a device, so a sequence's tokens are split over programs, whose partial results a second kernel
-joins. The grid follows from tensor shapes and the device alone, so a captured graph fits every
-batch of its size. Into how many of the grid's splits a sequence is cut is decided on the device,
-from all sequences' lengths: each split takes about an equal share of the whole batch. A long
-sequence beside short ones is cut finely, a full batch of equal ones not at all, not even one that
-leaves up to a third of the device free, and programs without a split exit at once.
+Flash-decoding (Dao et al., 2023): a sequence's tokens are split over programs, whose partial
+results a second kernel joins. The grid follows from tensor shapes and the device alone, so a
+captured graph fits every batch of its size. Into how many of the grid's splits a sequence is cut is
+decided on the device: each split takes about an equal share of the whole batch, and programs
+without a split exit at once.
 
-Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool,
-B tokens per block, M columns of the block table, P splits in the grid.
+Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool, B
+tokens per block, M columns of the block table, P splits in the grid.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ MIN_SPLIT_TOKENS = 256
 
 MIN_SPLITS = 8
 MIN_SEQUENCE_PROGRAMS = 64
-"""What a grid has for every sequence that is long enough: splits of each KV head, and programs of
-all. One long sequence in a batch of short ones would otherwise be as few programs as it has KV
-heads, for which the whole step waits. Programs that are not used exit at once."""
+"""What a grid has for every long sequence: splits of each KV head, and programs of all. One long
+sequence in a batch of short ones would otherwise be as few programs as it has KV heads."""
 
 MAX_SPLITS = 64
 """The joining kernel holds one partial result per split in registers."""
@@ -247,10 +244,7 @@ def paged_decode(
     out: torch.Tensor,
     sliding_window: int | None = None,
 ) -> None:
-    """Do what `paged_attention.paged_decode` does; waits for nothing on the device.
-
-    The last dimension of q, out, k_cache and v_cache is contiguous.
-    """
+    """Do what `paged_attention.paged_decode` does. The last dimensions are contiguous."""
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -313,10 +307,8 @@ def paged_decode(
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, max_tokens: int, num_sms: int) -> int:
-    """Return into how many parts at most each KV head of each sequence is split.
-
-    Enough to occupy the device if all sequences are long, and enough for a single one that is.
-    """
+    """Return into how many parts at most each KV head of each sequence is split: enough to occupy
+    the device if all sequences are long, and enough for a single one that is."""
     for_all = -(-PROGRAMS_PER_SM * num_sms // (num_seqs * num_kv_heads))
     wanted = max(for_all, MIN_SPLITS, MIN_SEQUENCE_PROGRAMS // num_kv_heads)
     return min(wanted, max(max_tokens // MIN_SPLIT_TOKENS, 1), MAX_SPLITS)

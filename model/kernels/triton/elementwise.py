@@ -1,7 +1,7 @@
 """RMS normalisation and the gate of SwiGLU on a GPU; the references are in `elementwise`.
 
-What torch rounds to the model's dtype on the way is rounded here too. One program of a norm holds
-one row.
+What torch rounds to the model's dtype on the way is rounded here too. Last dimensions are
+contiguous.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ def _norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return rows of unit mean square, scaled by `weight`, contiguous.
-
-    x: [..., n], the last dimension contiguous; weight: [n]
-    """
+    """Return rows of unit mean square, scaled by `weight` [n], contiguous. x: [..., n]."""
     rows = x if x.ndim == 3 else x.reshape(-1, 1, x.shape[-1])
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(rows, None, None, weight, out, eps)
@@ -61,10 +58,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of the sum, and the sum, both contiguous.
-
-    x, residual: [T, n], the last dimension contiguous; weight: [n]
-    """
+    """Return the norm of the sum, and the sum, contiguous. x, residual: [T, n]; weight: [n]."""
     out, summed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     _launch(x.unsqueeze(1), residual, summed, weight, out, eps)
     return out, summed

@@ -4,15 +4,14 @@
 2. A grouped product gathers each pair's token, multiplies it with its expert's two matrices up,
    and gates one with the other.
 3. A second one multiplies down, scales by the pair's weight, and writes where the pair stood before
-   sorting, so that the sum over a token's experts reads neighbours and needs no atomics.
+   sorting, so that the sum over a token's experts needs no atomics.
 4. That sum takes the pairs of this rank's experts; what other pairs have is unset.
 
-Grids follow from shapes alone. Each expert's pairs are cut into tiles, the tiles are numbered over
-all experts, and a program finds its expert by bisecting that numbering on the device. An expert
-without tokens has no tile, so that its matrices are not read.
+Grids follow from shapes alone: each expert's pairs are cut into tiles, and a program finds its
+expert by bisecting their numbering on the device. An expert without tokens has no tile.
 
-Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs,
-I intermediate size.
+Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs, I
+intermediate size.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from model.kernels.triton.routing import sort_pairs
 from model.kernels.triton.tiles import MIN_DOT
 
 SUM_COLUMNS = 1024
-"""Of one token's sum, at most, in one program."""
 
 
 @dataclass(frozen=True)
@@ -246,10 +244,8 @@ def expert_mlp(
     down: torch.Tensor,
     first_expert: int,
 ) -> torch.Tensor:
-    """Do what `sparse_mlp.expert_mlp` does; waits for nothing on the device.
-
-    The last dimension of x, gate_up and down is contiguous, and so are experts and weights.
-    """
+    """Do what `sparse_mlp.expert_mlp` does. Last dimensions are contiguous, and so are experts and
+    weights."""
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
     num_pairs, (num_experts, _, size) = num_tokens * top_k, down.shape
     if not num_pairs:

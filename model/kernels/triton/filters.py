@@ -1,9 +1,9 @@
 """Top-k and top-p on a GPU; the reference is `filters.filter_top_k_top_p`.
 
-Nothing is sorted. The lowest logit that stays is the highest value that has enough tokens, or
-enough mass, at or above it. It is found by a radix search: floats are ordered as keys of 32 bits,
-and each pass finds four bits of the key. A row is divided into chunks, one per program, and each
-pass is a launch: its programs read what all chunks of the row found in the pass before.
+Nothing is sorted. The lowest logit that stays is found by a radix search: floats are ordered as
+keys of 32 bits, and each pass finds four bits of the key. A row is divided into chunks, one per
+program, and each pass is a launch: its programs read what all chunks of the row found in the pass
+before.
 
 Masses are integers in fixed point, so their sum does not depend on the order: neither chunks nor
 neighbours in the batch can change which tokens stay.
@@ -46,7 +46,6 @@ def _key(logits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weight(logits: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """Return exp(logits - highest) in fixed point."""
     return (tl.exp(logits.to(tl.float64) - highest.to(tl.float64)) * ONE + 0.5).to(tl.int64)
 
 
@@ -191,7 +190,6 @@ def _filter_kernel(
     NUM_CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write what stays, once all digits were summed."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf"))
@@ -218,10 +216,7 @@ def _filter_kernel(
 def filter_top_k_top_p(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Do what `filters.filter_top_k_top_p` does; waits for nothing on the device.
-
-    The last dimension of logits is contiguous; V is below 2^19.
-    """
+    """Do what `filters.filter_top_k_top_p` does; V is below 2^19."""
     num_rows, size = logits.shape
     num_chunks = triton.cdiv(size, CHUNK)
     out = logits.new_empty(logits.shape)

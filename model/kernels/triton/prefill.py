@@ -1,16 +1,13 @@
 """Paged prefill attention on a GPU; the reference is `paged_attention.paged_prefill`.
 
 FlashAttention's online softmax (Dao, 2023) over paged keys. The grid follows from tensor shapes
-alone: tiles of query tokens are numbered over all sequences, each sequence rounded up to whole
-tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the device, as vLLM's unified
-attention does. Query tokens behind the last sequence count as one more sequence of length 0, so
-that padding is written too, with zeros.
+alone: tiles of query tokens are numbered over all sequences, and a program finds its sequence by
+bisecting `cu_seqlens_q` on the device, as vLLM's unified attention does. Query tokens behind the
+last sequence count as one more of length 0, so that padding is written too, with zeros. The rows of
+a tile are (query token, query head of one KV head) pairs: heads of a group share what they load.
 
-The rows of a tile are (query token, query head of one KV head) pairs: heads of a group share what
-they load.
-
-Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in
-the pool, B tokens per block, M columns of the block table.
+Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the
+pool, B tokens per block, M columns of the block table.
 """
 
 from __future__ import annotations
@@ -19,18 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton.tiles import (
-    LOG2_E,
-    AttentionTiles,
-    arch_of,
-    prefill_tiles,
-    softmax_step,
-)
+from model.kernels.triton.tiles import LOG2_E, AttentionTiles, arch_of, prefill_tiles, softmax_step
 
 
 @triton.jit
 def _tile_of_sequence(cu_seqlens_q: tl.tensor, seq: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
-    """Return the number of a sequence's first tile."""
     return (tl.load(cu_seqlens_q + seq) - tl.load(cu_seqlens_q)) // BLOCK_Q + seq
 
 
@@ -241,13 +231,9 @@ def paged_prefill(
     sliding_window: int | None = None,
     tiles: AttentionTiles | None = None,
 ) -> None:
-    """Do what `paged_attention.paged_prefill` does; waits for nothing on the device.
+    """Do what `paged_attention.paged_prefill` does, and make padding behind the last sequence zero.
 
-    Writes all rows of `out` from the first sequence's first query on: padding behind the last
-    sequence becomes zero too. The last dimension of q, out, k_cache and v_cache is contiguous.
-
-    Args:
-        tiles: others than `prefill_tiles`, to be compared with them
+    Last dimensions are contiguous; `tiles` are others than `prefill_tiles`, to be compared.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]

@@ -1,10 +1,8 @@
 """Rotary positions and the KV write in one launch: `paged_attention.rope_and_write_kv` on a GPU.
 
-A program takes one token and one KV head: it rotates the head's query heads, rotates the key and
-writes key and value into their slot. Slots of the scratch block are skipped, so that it stays zero
-without a second pass. Whoever writes a block's first slot clears the slots that no later token of
-this step writes: the torch function clears the whole block first, which programs that run at the
-same time could not.
+A program takes one token and one KV head. Slots of the scratch block are skipped, so that it stays
+zero. Whoever writes a block's first slot clears the slots that no later token of this step writes:
+programs run at the same time, and could not clear the whole block first.
 
 Shapes: T tokens, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool, B
 tokens per block.
@@ -124,10 +122,8 @@ def rope_and_write_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Do what `paged_attention.rope_and_write_kv` does; waits for nothing on the device.
-
-    cos and sin have q's dtype and equal strides; the last dimension of all tensors is contiguous.
-    """
+    """Do what `paged_attention.rope_and_write_kv` does. cos and sin have q's dtype and equal
+    strides."""
     num_tokens, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)

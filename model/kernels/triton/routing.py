@@ -1,9 +1,8 @@
 """Which experts a token goes through, and the tokens of each expert, on a GPU.
 
 One kernel routes; its reference is `sparse_mlp.route`. Another one sorts pairs (token, one of its
-experts) by expert, with one program for each expert: a program counts the pairs of all experts, so
-that it knows where its own begin without waiting for another program, and then puts them there in
-their order. That is deterministic, and a table [pairs, experts] is never made.
+experts) by expert, with one program for each expert, which counts the pairs of all, so that it
+knows where its own begin: that is deterministic, and a table [pairs, experts] is never made.
 
 Shapes: T tokens, K experts of a token, P = T * K pairs, X experts of this rank.
 """
@@ -146,8 +145,7 @@ def sort_pairs(
     """Sort pairs by expert. experts: int64 [T, K], contiguous.
 
     Returns `order` int64 [P], `bounds` and `first_tile` int32 [X + 1]. Expert e has the pairs
-    order[bounds[e]:bounds[e + 1]] in ascending order, in the tiles from first_tile[e] on; what lies
-    behind bounds[X] is unset.
+    order[bounds[e]:bounds[e + 1]] in ascending order, in the tiles from first_tile[e] on.
     """
     num_pairs = experts.numel()
     order = experts.new_empty(num_pairs)

@@ -31,11 +31,8 @@ class AttentionTiles:
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Return tiles for one query token.
-
-    Keys and values of a tile are 16 KiB together, up to a head dim of 512 bytes. Two are on their
-    way beside each other, and what they take lets four programs run on a multiprocessor of sm_80.
-    """
+    """Return tiles for one query token: keys and values of 16 KiB together, of which two are on
+    their way, let four programs run on a multiprocessor of sm_80."""
     dims = max(triton.next_power_of_2(head_dim), MIN_DOT)
     return AttentionTiles(
         rows=max(triton.next_power_of_2(group), MIN_DOT),
@@ -47,12 +44,8 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTile
 
 
 def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype, arch: int) -> AttentionTiles:
-    """Return the largest tiles for many query tokens that spill no register on sm_80 and sm_90.
-
-    That holds in 16 bits; in float32 the largest head dims spill some. On sm_90, up to a head dim
-    of 128, twice as many keys take part in each matrix product as on sm_80, whose registers they
-    would not fit.
-    """
+    """Return the largest tiles for many query tokens that spill no register on sm_80 and sm_90, in
+    16 bits."""
     dims = max(triton.next_power_of_2(head_dim), MIN_DOT)
     row_bytes = dims * dtype.itemsize
     rows = 128 if dtype.itemsize <= 2 and row_bytes <= 256 else 32
@@ -87,10 +80,10 @@ def softmax_step(
     row_max: tl.tensor,
     row_sum: tl.tensor,
 ) -> tl.tensor:
-    """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D]; seen: [R, C].
+    """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D]; seen: [R, C], None: all.
 
-    None as `seen` is all. A score that is not seen is -inf, whatever the dot product was. A row
-    that has seen nothing yet keeps the maximum -inf, which must not be subtracted from itself.
+    A row that has seen nothing yet keeps the maximum -inf, which must not be subtracted from
+    itself.
     """
     scores = tl.dot(q, k.trans(), input_precision="ieee") * scale_log2
     if seen is not None:

@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from cluster.config import EngineConfig
+from cluster.config import DEFAULT_NUM_CPUS, PLACEMENT_TIMEOUT_S, EngineConfig, rank_bundles
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import (
     EngineOutput,
@@ -73,10 +73,11 @@ async def _running_group(
 ) -> AsyncIterator[Any]:
     import ray
 
-    from cluster.actors.placement import create_placement_group
     from cluster.actors.ray_ranks import create_group
 
-    placement = create_placement_group(engine)
+    bundles = rank_bundles(engine, DEFAULT_NUM_CPUS)
+    placement = ray.util.placement_group(bundles, strategy="PACK")
+    assert placement.wait(PLACEMENT_TIMEOUT_S), f"not placed: {bundles}"
     group = create_group(
         engine, placement, first_bundle=0, engine_id="test", credentials=credentials, epoch=epoch
     )

@@ -59,16 +59,6 @@ def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
     asyncio.run(scenario())
 
 
-def test_a_placement_that_cannot_be_had_tells_what_is_free(
-    ray_cluster: Any, make_oracle: Callable[[str], Any]
-) -> None:
-    from cluster.actors.placement import PlacementError, create_placement_group
-
-    engine = config(make_oracle("tied"))
-    with pytest.raises(PlacementError, match=r"wanted \[\{'CPU': 1000\}\] within 1 s, found free"):
-        create_placement_group(engine, num_cpus=1000, timeout_s=1)
-
-
 @pytest.mark.feature("P19")
 @pytest.mark.parametrize(
     ("nodes", "wanted"),
@@ -83,10 +73,10 @@ def test_a_placement_that_cannot_be_had_tells_what_is_free(
 def test_ranks_of_one_node_stand_in_a_row(
     nodes: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cluster.actors import placement
+    from cluster.actors import ray_ranks
 
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
-    monkeypatch.setattr(placement.ray.util, "placement_group_table", lambda group: table)
-    found, is_near = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
+    monkeypatch.setattr(ray_ranks.ray.util, "placement_group_table", lambda group: table)
+    found, is_near = ray_ranks.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
     assert found == wanted
     assert is_near == (nodes[1:] == "aaaa")  # the owner's may be another

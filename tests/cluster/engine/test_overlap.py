@@ -11,9 +11,8 @@ import sim_engine as sim
 
 from cluster.config import Role
 from cluster.engine.compile_switch import CompileSwitch
-from cluster.engine.engine import Engine
+from cluster.engine.engine import Engine, OverlappedEngine
 from cluster.engine.lockstep import AloneLockstep
-from cluster.engine.overlap import OverlappedEngine
 from cluster.kv.handoff import HandoffMetadata, KVHolder
 from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 

@@ -32,7 +32,7 @@ from cluster.wire.messages import (
     StepPlan,
     encode,
 )
-from cluster.wire.polling import Doorbell
+from cluster.wire.sockets import Doorbell
 
 CREDENTIALS = Credentials("abc", b"s" * 32)
 OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")

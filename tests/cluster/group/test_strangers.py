@@ -19,9 +19,10 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from cluster.config import EngineConfig
 from cluster.group import links
-from cluster.group.channel import StepReceiver, StepSender
-from cluster.group.peers import PeerSockets
+from cluster.group.channel import PeerSockets, StepReceiver, StepSender
+from cluster.group.context import RankContext
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
@@ -29,10 +30,10 @@ from cluster.rank.leader import Inbox
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, KVSource, RankProcess, Watch, encode
-from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
     CurveHandshake,
+    Doorbell,
     connecting_socket,
     listening_socket,
     pack,
@@ -41,6 +42,7 @@ from cluster.wire.sockets import (
 ROOT = Path(__file__).resolve().parents[3]
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials("test", b"s" * 32)
+RANK = RankContext(EngineConfig("", max_model_len=64), host=HOST, credentials=CREDENTIALS)
 OURS, OTHERS = CurveHandshake(CREDENTIALS.secret), CurveHandshake(b"t" * 32)
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -80,7 +82,7 @@ class Listener:
 
 @contextlib.contextmanager
 def inbox(context: Context) -> Iterator[Listener]:
-    made = Inbox(context, HOST, CREDENTIALS, max_model_len=64, vocab_size=256)
+    made = Inbox(RANK, context, vocab_size=256)
 
     def serve() -> None:
         with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
@@ -225,7 +227,7 @@ def test_the_key_never_travels(context: Context, relay_to: Callable[[int], Any])
     secret_key = z85.encode(CREDENTIALS.secret)
     public_key = zmq.curve_public(secret_key)
     keys = [secret_key, public_key, CREDENTIALS.secret, z85.decode(public_key)]
-    made = Inbox(context, HOST, CREDENTIALS, max_model_len=64, vocab_size=256)
+    made = Inbox(RANK, context, vocab_size=256)
     watch = Watch("tcp://10.0.0.2:9")
     relay = relay_to(port_of(made.address))
     with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import KVHolder
+from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.wire.group_messages import (
     CancelRead,
     DropKV,

@@ -11,11 +11,10 @@ import pytest
 from cluster.actors.gcs_store import KeptTotals
 from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
-from cluster.group.context import RankPlace
+from cluster.group.context import RankPlace, RankStats
 from cluster.observe import counts as counts_module
 from cluster.observe.counts import BUCKET, SUM, Counts, Histogram, Ledger
 from cluster.observe.metrics import Described, MetricsSnapshot, SchedulerStats, samples
-from cluster.rank.status import RankStats
 
 
 def counted(n: float) -> Counts:

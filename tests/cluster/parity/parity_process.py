@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import EngineConfig
-from cluster.group.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace, RankStats
 from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.status import RankStats
 from cluster.wire.credentials import Credentials
 from compile.counters import counter
 from compile.dispatch import BatchDescriptor, CapturedGraphs

@@ -11,13 +11,15 @@ import pytest
 import zmq
 from wire_structs import submit_of
 
+from cluster.config import EngineConfig
+from cluster.group.context import RankContext
 from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import Abort, Watch, encode
-from cluster.wire.polling import Budget
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
+    Budget,
     CurveHandshake,
     connecting_socket,
     end_context,
@@ -32,7 +34,8 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 @pytest.fixture
 def ends() -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, "127.0.0.1", CREDENTIALS, max_model_len=131_072, vocab_size=256)
+    rank = RankContext(EngineConfig("", max_model_len=131_072), credentials=CREDENTIALS)
+    inbox = Inbox(rank, context, vocab_size=256)
     handshake = CurveHandshake(CREDENTIALS.secret)
     sender = connecting_socket(context, zmq.PUSH, handshake, max_waiting=100_000)
     sender.connect(inbox.address)

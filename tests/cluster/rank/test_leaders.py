@@ -22,7 +22,7 @@ from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import JoinedLockstep, LockstepMachine, PeersSilent
 from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
-from cluster.group import membership, peers
+from cluster.group import channel, membership
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.leader import Leader
@@ -153,7 +153,7 @@ def test_a_leader_of_another_group_is_refused_by_name(
 
 
 def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(channel, "SILENCE_TIMEOUT_S", 0.2)
     for first, *_ in join_all(3):
         with pytest.raises(PeersSilent, match=r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "):
             first.agree(vote(1, 0))
@@ -212,7 +212,7 @@ class Pair:
 @pytest.fixture
 def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Who does not notice itself that its peer has stopped ends soon.
-    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(channel, "SILENCE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(membership, "END_TIMEOUT_S", 0.05)
     config = EngineConfig(
         model_path=str(make_oracle("tied").path),

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import zmq
 
+from cluster.config import EngineConfig, TransferConfig
+from cluster.group.context import RankContext
 from cluster.rank import output_sender as output_sender_module
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
 from cluster.wire.credentials import Credentials
@@ -45,14 +47,9 @@ def ids(frame: OutputFrame) -> list[str]:
 
 
 def make(context: zmq.Context[zmq.Socket[bytes]], lease_s: float = 30.0) -> OutputSender:
-    return OutputSender(
-        context=context,
-        credentials=CREDENTIALS,
-        engine_id="e",
-        inbox="tcp://127.0.0.1:1",
-        epoch=0,
-        lease_s=lease_s,
-    )
+    config = EngineConfig("", max_model_len=64, transfer=TransferConfig(lease_s=lease_s))
+    rank = RankContext(config, credentials=CREDENTIALS, engine_id="e")
+    return OutputSender(rank, context, "tcp://127.0.0.1:1")
 
 
 def listen(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], str]:

@@ -34,7 +34,7 @@ from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 from model.kv_cache import KVCacheSpec
 from model.layers import attention, moe
-from model.layers.norm import RMSNorm
+from model.layers.decoder import RMSNorm
 from model.parallel import Placement
 from model.weights import load_model
 

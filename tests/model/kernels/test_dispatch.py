@@ -21,7 +21,7 @@ from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 from model.layers import attention, moe
 from model.layers.attention import Attention, AttentionMetadata
-from model.layers.norm import RMSNorm
+from model.layers.decoder import RMSNorm
 from model.parallel import Placement
 
 H, HKV, D, BLOCK = 8, 2, 16, 4

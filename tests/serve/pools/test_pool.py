@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.actors.rank_group import RankDied
 from cluster.actors.reports import GroupReport, ReplicaReport
-from cluster.group.context import RankPlace
-from cluster.rank.status import RankStats
+from cluster.group.context import RankPlace, RankStats
 from cluster.wire.messages import EngineOutput, FinishReason
 from serve.config import deploy_config
 from serve.pools import pool_core

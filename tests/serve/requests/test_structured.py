@@ -189,7 +189,7 @@ def test_preempted_sequences_go_on_in_their_grammar(llm: LLM) -> None:
     )
     wanted = tokens(llm.generate(PROMPTS[:3], batch(1)))
     assert tokens(small.generate(PROMPTS[:3], batch(1))) == wanted
-    assert small.engine.stats().num_preemptions
+    assert small.engine.scheduler.stats().num_preemptions
 
 
 @pytest.mark.feature("T04")

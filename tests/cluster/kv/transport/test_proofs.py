@@ -33,8 +33,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from cluster.wire.polling import Budget, Doorbell
-from cluster.wire.sockets import connecting_socket, end_context, listening_socket
+from cluster.wire.sockets import Budget, Doorbell, connecting_socket, end_context, listening_socket
 
 OURS, OTHERS = Credentials("test", b"s" * 32), Credentials("test", b"t" * 32)
 HOST = "127.0.0.1"

@@ -28,9 +28,7 @@ from cluster.kv.transport.thread import KVThreadDied
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff, KVRenew, KVSource
-from cluster.wire.node import node_id
-from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import end_context
+from cluster.wire.sockets import Doorbell, end_context, node_id
 from model.kv_cache import KVCacheSpec
 
 CREDENTIALS = Credentials("test", b"s" * 32)
