@@ -5,10 +5,8 @@
     python -m compile.explain DIR --layer split     one layer in full: dynamo, split, pieces, stitch
     python -m compile.explain                       the user's cache, else the bundled model
 
-From a cache it reads files that compiling left and runs none of them, so it also works next to a
-server, on another machine, and on a cache that cannot be used. A model is started as the offline
-API starts it, with a cache of its own and pieces that run as they were traced; to see what Inductor
-makes of them: --compilation '{"use_inductor": true}'.
+Of a cache it reads files and runs none. A model is started with a cache of its own and pieces that
+run as they were traced; to see what Inductor makes of them: --compilation '{"use_inductor": true}'.
 """
 
 from __future__ import annotations
@@ -93,8 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _trace(
     model: Path | None, loader: str, compilation: Mapping[str, Any], cache_dir: Path
 ) -> Exception | None:
-    """Start a model, None for the bundled one, so that its report lies in `cache_dir`; return why
-    it cannot be started, if that is the model's fault or the configuration's."""
+    """Start a model so that its report lies in `cache_dir`; return why it cannot be started."""
     module, _, name = loader.partition(":")
     load = getattr(importlib.import_module(module), name)
     try:

@@ -1,7 +1,6 @@
 """Compiled pieces as files whose names are the hashes of their contents, compared when loaded.
 
-An artifact is an uncompressed zip archive of everything that its code needs, machine code included:
-`unzip -p FILE output_code.py` reads it.
+An artifact is a zip archive of all that its code needs: `unzip -p FILE output_code.py` reads it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`DirectCall`: a compiled piece that is called without torch's layers around it.
 
 An artifact's call passes five Python functions of torch before it reaches the code that Inductor
-generated: 12 us a piece on a CPU, 7 % of a decode step of the bundled model. For a piece of an
-inference graph they pass everything through. `DirectCall` watches the first call, and leaves them
-out if it is so, except outside of inference mode and under the profiler.
+generated: 12 us a piece on a CPU, 7 % of a decode step of the bundled model. They are left out if
+the first call shows that they pass everything through.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ class _Call:
 
 
 class DirectCall:
-    """A compiled piece that is called directly from its second call on, if that gives the same.
-
-    Invariant: equal arguments give what `compiled` gives, whichever way is taken.
-    """
+    """A compiled piece. Invariant: equal arguments give what `compiled` gives, whichever way is
+    taken."""
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self.compiled = compiled

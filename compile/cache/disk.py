@@ -1,8 +1,5 @@
-"""Files that several processes write and read at once, any of which may be killed.
-
-A file appears whole or not at all, and one whose content changed afterwards is recognised: text
-carries its own checksum in the first line.
-"""
+"""Files that several processes write and read at once, any of which may be killed: each appears
+whole or not at all, and text carries its own checksum in the first line."""
 
 from __future__ import annotations
 
@@ -59,10 +56,7 @@ def _digest(text: str) -> str:
 
 @contextmanager
 def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
-    """Hold a lock that ends with its process; yield whether it was acquired within `wait_s`.
-
-    Without it two processes do the same work, which costs time and nothing else.
-    """
+    """Hold a lock that ends with its process; yield whether it was acquired within `wait_s`."""
     try:
         file = path.open("ab")
     except OSError:  # a directory that can only be read

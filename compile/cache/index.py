@@ -77,10 +77,7 @@ IndexKey = tuple[Shape, int, str]
 
 @dataclass
 class Index:
-    """One forward of one rank. Paths are relative to the index's directory.
-
-    Invariant: plain data that `ast.literal_eval` reads.
-    """
+    """One forward of one rank. Paths are relative to the index's directory."""
 
     entries: dict[IndexKey, dict[str, str]] = field(default_factory=dict)
     """For each piece the key of what it computes and the path of its artifact."""
@@ -114,10 +111,8 @@ class Index:
 
 
 class CompileCache:
-    """The compiled forward of one rank and prefix, and what it shares with others of its key.
-
-    Invariant: all directories exist and belong to this user alone.
-    """
+    """The compiled forward of one rank and prefix. Invariant: all its directories exist and belong
+    to this user alone."""
 
     def __init__(
         self,
@@ -158,8 +153,8 @@ class CompileCache:
     ) -> CompileCache | None:
         """Return the cache of the forward called `prefix`; None if there is none to use.
 
-        `traced_files` are those that tracing went through. None before tracing: then the answer is
-        a cache that an earlier start left, if nothing has changed since.
+        Before tracing `traced_files` is None, and the answer what an earlier start left, if nothing
+        has changed since.
         """
         if is_compile_cache_disabled():
             return None

@@ -1,11 +1,8 @@
 """Two compilers on Inductor: `standalone_compile`, and `compile_fx` with its caches around it.
 
 An artifact holds torch's own file, and with it the generated Python and the machine code that
-loading it would otherwise build. On a CPU torch's file holds C++ source, so without these every
-start would run the C++ compiler although it compiled nothing.
-
-Each piece is compiled in a directory of its own and reaches the shared one only through its
-artifact: half a library, left by a process that was killed, would end every process that loads it.
+loading it would otherwise build. Each piece is compiled in a directory of its own and reaches the
+shared one only through its artifact: half a library would end every process that loads it.
 """
 
 from __future__ import annotations
@@ -47,10 +44,8 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def import_runtime() -> None:
-    """Import what the first load of an artifact, and the first capture on a CPU, would import.
-
-    It holds up all Python for seconds.
-    """
+    """Import what the first load of an artifact, and the first capture on a CPU, would import,
+    which holds up all Python for seconds."""
     for name in (
         "torch._dynamo",
         "torch._inductor.async_compile",
@@ -76,8 +71,7 @@ class _Source(NamedTuple):
 class InductorAdaptor(CompilerInterface):
     """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
 
-    Invariant: a piece is looked up by its key, outside of any tracing and without evaluating
-    guards on its sizes: what was compiled for a range is called for that range only.
+    Invariant: no guard on sizes is evaluated: what was compiled for a range is called for it alone.
     """
 
     name = "inductor"

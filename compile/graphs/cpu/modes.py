@@ -1,8 +1,4 @@
-"""How a recorder sees a step: the ops that are dispatched, and reads for which none is.
-
-Torch takes a mode off its stack while the mode handles a call, but leaves the other kind on. Code
-that must not be seen runs with both off.
-"""
+"""How a recorder sees a step: the ops that are dispatched, and reads for which none is."""
 
 from __future__ import annotations
 
@@ -23,8 +19,8 @@ from compile.graphs.errors import CaptureError
 class Modes:
     """Both modes, which opaque code must not see.
 
-    Invariant: `_entered` are those on torch's stacks now. Torch takes a mode off while the mode
-    handles a call.
+    Invariant: `_entered` are those on torch's stacks now. Torch takes a mode off its stack while
+    the mode handles a call, but leaves the other kind on.
     """
 
     def __init__(self, handle: Callable[..., Any]) -> None:

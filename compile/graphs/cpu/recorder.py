@@ -64,10 +64,7 @@ _state = _PerThread()
 class CpuStepGraph:
     """One captured step: calls in order, by the forward context that they run under.
 
-    A replay behaves like that of a CUDA graph, down to its mistakes. Arguments, host values and the
-    forward context are those of the capture. Nothing that changed since is followed, except the
-    contents of tensors.
-
+    Arguments, host values and the forward context are those of the capture, as in a CUDA graph.
     Invariant: it owns no tensor but scalars that the step made from host values.
     """
 
@@ -79,8 +76,8 @@ class CpuStepGraph:
     def capture(self, fn: Callable[[], T]) -> T:
         """Run `fn` and record it; return its result, whose fresh tensors lie in the pool.
 
-        Raises CaptureError if `fn` does what a replay cannot repeat, and ReplayError if a tensor
-        that it made outside of the pool is gone already.
+        Raises CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a
+        tensor outside of the pool that is gone.
         """
         recorder = Recorder(self._pool)
         with _capturing(), torch.no_grad(), recorder.active():
@@ -91,10 +88,7 @@ class CpuStepGraph:
         return result
 
     def replay(self) -> None:
-        """Run the step again on what its tensors hold now.
-
-        Raises ReplayError if nothing was captured, or a tensor from outside of the pool is gone.
-        """
+        """Run the step again; ReplayError: none was captured, or a tensor that it reads is gone."""
         if _state.is_capturing:
             raise CaptureError("replay", "no capture around it", "one on this thread")
         if self._recorder is None:
@@ -196,10 +190,9 @@ class Recorder:
         return result
 
     def _place(self, value: Any, known: set[int]) -> tuple[Any, list[torch.Tensor | None]]:
-        """Give every fresh tensor of `value` memory in the pool.
+        """Give every fresh tensor of `value` memory in the pool; what shares memory still does.
 
-        Returns the value with those tensors, and for each tensor in it the alias that a replay
-        must fill. Tensors that share memory still share it.
+        Returns the value with those tensors, and for each the alias that a replay must fill.
         """
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
@@ -290,8 +283,7 @@ def _call(
 def _call_and_move(call: Call, moves: list[tuple[int, int, int, torch.Tensor]]) -> None:
     """Copy small outputs without the dispatcher, which takes longer than copying.
 
-    Args:
-        moves: for each output its place, the address and bytes it goes to, and the tensor there.
+    `moves`: for each output its place, the address and bytes it goes to, and the tensor there.
     """
     found = call()
     for i, address, num_bytes, target in moves:
@@ -358,10 +350,9 @@ def _reads_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 @functools.cache
 def _composite(func: Any) -> Callable[..., Any] | None:
-    """Return the kernel of an ATen op that calls other ops, if it has such a one for all devices.
+    """Return the kernel of an ATen op that calls other ops, which in inference mode arrives whole.
 
-    In inference mode these ops arrive whole, otherwise in parts. `OpOverload.decompose` would
-    prefer Python kernels, whose sums may run in another order.
+    `OpOverload.decompose` would prefer Python kernels, whose sums may run in another order.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
@@ -369,10 +360,7 @@ def _composite(func: Any) -> Callable[..., Any] | None:
 
 
 class Freezer:
-    """Freezes the arguments and contexts of one graph.
-
-    Invariant: `dead` describes the tensors from outside of the pool that are gone.
-    """
+    """Freezes arguments and contexts. Invariant: `dead` describes the tensors that are gone."""
 
     def __init__(self, pool: CpuGraphPool) -> None:
         self._pool = pool
@@ -380,10 +368,7 @@ class Freezer:
         self.dead: list[str] = []
 
     def freeze(self, value: Any, name: str) -> Any:
-        """Return `value` as a replay will see it.
-
-        Containers and dataclasses are copied, tensors become aliases; other objects are followed.
-        """
+        """Return `value` as a replay will see it: containers copied, tensors as aliases."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
         if isinstance(value, tuple | list):
