@@ -26,11 +26,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
-from compile.cache.disk import (
+from compile.cache.artifacts import (
+    OUTPUT_CODE,
+    ArtifactError,
+    ArtifactStore,
     CorruptFileError,
     file_lock,
     read_checked,
+    unpack,
     write_atomic,
     write_checked,
 )

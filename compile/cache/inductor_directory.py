@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from compile.cache.disk import CorruptFileError, read_checked, write_atomic, write_checked
+from compile.cache.artifacts import CorruptFileError, read_checked, write_atomic, write_checked
 from compile.cache.inductor_private import (
     CHECK_BUILD,
     HEURISTICS,

@@ -25,7 +25,7 @@ import torch
 from compile.config import CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
-from compile.graphs.errors import LateCapture, LateCompilation
+from compile.errors import LateCapture, LateCompilation
 from compile.graphs.pools import GraphPools
 
 logger = logging.getLogger(__name__)

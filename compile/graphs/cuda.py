@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from compile.errors import ReplayError
 from compile.graphs.boundary import map_tensors
-from compile.graphs.errors import ReplayError
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ import torch
 
 from compile.config import PoolPolicy
 from compile.context import BatchDescriptor
+from compile.errors import CaptureError
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
 from compile.graphs.cuda import CudaGraphPool, CudaStepGraph
-from compile.graphs.errors import CaptureError
 
 T = TypeVar("T")
 

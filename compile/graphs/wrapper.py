@@ -21,9 +21,9 @@ import torch
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, get_forward_context
 from compile.counters import counter
+from compile.errors import CaptureError, ReplayError
 from compile.graphs.boundary import map_tensors, tensors_of
 from compile.graphs.capture import is_in_capture_window, note_late_capture
-from compile.graphs.errors import CaptureError, ReplayError
 from compile.graphs.pools import GraphPools, StepGraph, new_step_graph
 
 

@@ -28,8 +28,8 @@ from torch.fx.experimental import _config
 
 from compile.config import CompilationConfig, CUDAGraphMode, DynamicShapes
 from compile.counters import counter
+from compile.errors import LateCompilation
 from compile.graphs.capture import note_late_compile
-from compile.graphs.errors import LateCompilation
 from compile.pieces.backend import PiecewiseCompiler
 from compile.pieces.diagnose import TraceError, explained
 from compile.pieces.stitch import Structure

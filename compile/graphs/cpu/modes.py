@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile.graphs.errors import CaptureError
+from compile.errors import CaptureError
 
 
 class Modes:

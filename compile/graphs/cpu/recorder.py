@@ -29,11 +29,11 @@ import torch
 
 from compile.context import ForwardContext, current_context, resumed_context
 from compile.custom_op import function_of
+from compile.errors import CaptureError, ReplayError
 from compile.graphs import boundary
 from compile.graphs.boundary import map_tensors, rebuild, tensors_of
 from compile.graphs.cpu.modes import Modes, value_read, where
 from compile.graphs.cpu.pool import Block, CpuGraphPool, poison_value, view_of
-from compile.graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
 

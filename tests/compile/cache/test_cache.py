@@ -16,7 +16,7 @@ import pytest
 
 from compile import environment
 from compile.cache import key
-from compile.cache.disk import read_checked, write_checked
+from compile.cache.artifacts import read_checked, write_checked
 from compile.cache.index import INDEX, CompileCache, Index, nearest_factors, root_directory
 from compile.config import CompilationConfig
 from compile.counters import counter

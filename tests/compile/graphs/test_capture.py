@@ -16,6 +16,7 @@ import torch
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, Context, ForwardContext, get_forward_context
 from compile.counters import counter
+from compile.errors import GraphError, LateCapture, LateCompilation
 from compile.graphs.capture import (
     CaptureCase,
     CaptureReport,
@@ -31,7 +32,6 @@ from compile.graphs.capture import (
     warmups_of,
 )
 from compile.graphs.cpu.pool import CpuGraphPool
-from compile.graphs.errors import GraphError, LateCapture, LateCompilation
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper
 

@@ -16,6 +16,7 @@ from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
 from compile.custom_op import direct_register_custom_op
+from compile.errors import LateCapture, ReplayError
 from compile.graphs.capture import (
     CaptureCase,
     capture_all,
@@ -26,7 +27,6 @@ from compile.graphs.capture import (
     warmups_of,
 )
 from compile.graphs.cpu.pool import CpuGraphPool
-from compile.graphs.errors import LateCapture, ReplayError
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs, wrap_forward
 from compile.pieces.plan import wrapped

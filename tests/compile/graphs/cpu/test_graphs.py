@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from compile.context import ForwardContext, forward_context, get_forward_context
 from compile.custom_op import direct_register_custom_op
+from compile.errors import CaptureError, ReplayError
 from compile.graphs.boundary import boundary
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
-from compile.graphs.errors import CaptureError, ReplayError
 from compile.graphs.pools import GraphPool, StepGraph, new_graph_pool, new_step_graph
 
 CPU = torch.device("cpu")
