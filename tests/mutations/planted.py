@@ -165,7 +165,7 @@ MUTATIONS = (
         "The fused norm hands on its norm in place of the residual's sum.",
         "compile/passes/fuse_add_rms_norm.py",
         {"(fused, i)) for i in range(2)]": "(fused, 0)) for _ in range(2)]"},
-        ("tests/compile/passes/test_fuse_add_rms_norm.py",),
+        ("tests/compile/passes/test_passes.py",),
     ),
     Mutation(
         "Splitting ops that follow one another no longer share one eager piece.",
