@@ -12,7 +12,6 @@ from compile.config import CompilationConfig, DynamicShapes
 from compile.counters import counter
 from compile.environment import DISABLE_COMPILE_CACHE
 from compile.pieces.decorator import compile_as_is
-from compile.pieces.split import placeholders
 from compile.scope import CompileScope, compile_scope
 
 pytestmark = pytest.mark.usefixtures("torch_functions")
@@ -74,31 +73,6 @@ def test_every_mode_of_dynamic_shapes_traces_a_family(
     for a, b in zip(run(paged, plain), found, strict=True):
         assert torch.equal(a, b)
     assert compiled.model.compiled_forward.plan.guards == ()
-
-
-@pytest.mark.feature("E10")
-def test_head_and_sampling_stay_outside_of_the_graph(paged: Any, build: Any) -> None:
-    _, compiled = build(level=3)
-    run(paged, compiled)
-    state = compiled.model.compiled_forward
-    paths = [weight.path for weight in state.plan.weights]
-    assert "norm.weight" in paths and not [path for path in paths if "lm_head" in path]
-    vocab = compiled.config.vocab_size
-    for item in state.compiler.items:
-        for node in item.graph.graph.nodes:
-            value = node.meta.get("example_value")
-            if isinstance(value, torch.Tensor) and value.ndim == 2:
-                # The embedding's weight is the one tensor with a row for each token there is.
-                assert value.shape[-1] != vocab
-
-
-def test_identical_layers_of_a_family_are_identical_pieces(paged: Any, build: Any) -> None:
-    _, compiled = build(level=3)
-    run(paged, compiled)
-    state = compiled.model.compiled_forward
-    assert len(state.plan.pieces) == 3
-    names = [node.name for item in state.compiler.items for node in placeholders(item.graph)]
-    assert not [name for name in names if "layer_name" in name]
 
 
 @pytest.mark.feature("A02")

@@ -156,7 +156,7 @@ def test_captures_descend_whatever_order_cases_come_in_and_reports_ascend() -> N
         assert (report.token_counts, report.batch_sizes) == ((1, 8, 16), (1, 2, 4))
 
 
-@pytest.mark.feature("C02")
+@pytest.mark.feature("C02", "M03")
 def test_the_largest_graph_alone_decides_the_memory() -> None:
     recorder = Recorder()
     sizes: list[int] = []

@@ -382,6 +382,8 @@ def test_every_step_is_logged_in_its_order_before_the_first_call_returns(
     text = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("compile"))
     steps = (
         r"backbone: tracing .*Toy\.forward \(.*conftest\.py:\d+\)",
+        r"compile cache: \S+rank_0_0/backbone",
+        r"compile cache: traced \S+",
         r"wrote .*dynamo_graph\.py",
         r"submod_1: eager, \d+ nodes",
         r"graph 0, shape None: key [0-9a-f]{64}, ready in \d+\.\d+ s",
