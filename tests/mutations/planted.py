@@ -295,7 +295,7 @@ MUTATIONS = (
         "next_pow2 loses the last of its six steps (J05).",
         "compile/pieces/shapes.py",
         {"(1, 2, 4, 8, 16, 32)": "(1, 2, 4, 8, 16)"},
-        ("tests/compile/pieces/test_shapes.py",),
+        ("tests/compile/pieces/test_dynamic_shapes.py::test_next_pow2_is_exact",),
     ),
     Mutation(
         "A forward is traced without a word about what makes a graph for each size (J05).",
