@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,19 +24,8 @@ from compile.context import (
 
 def on_new_thread(body: Callable[[], object]) -> None:
     """Run the body on a thread without a history and raise what it raises."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(body).result()
 
 
 @pytest.mark.feature("L02")
