@@ -34,13 +34,7 @@ from compile.cache.index import (
 from compile.cache.key import TRACED_FILES, describe, differing
 from compile.config import CompilationConfig
 from compile.pieces.diagnose import GraphBreakError
-from compile.report import (
-    COMPUTATION_GRAPH,
-    DYNAMO_GRAPH,
-    REPORT,
-    TRANSFORMED_CODE,
-    CompileReport,
-)
+from compile.report import COMPUTATION_GRAPH, DYNAMO_GRAPH, REPORT, TRANSFORMED_CODE, CompileReport
 
 LAYERS = {
     "dynamo": ("what Dynamo traced", DYNAMO_GRAPH),

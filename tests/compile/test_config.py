@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile.config import (
-    FIELDS,
-    CompilationConfig,
-    CompilationLevel,
-    CUDAGraphMode,
-    DynamicShapes,
-)
+from compile.config import FIELDS, CompilationConfig, CompilationLevel, CUDAGraphMode, DynamicShapes
 from compile.errors import FieldError
 
 MODES = list(CUDAGraphMode)

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
-from compile.config import CUDAGraphMode
 from compile.context import (
-    BatchDescriptor,
-    Context,
     ForwardContext,
-    KVCacheTensor,
     current_context,
     forward_context,
     get_forward_context,
@@ -32,21 +27,6 @@ def on_new_thread(body: Callable[[], object]) -> None:
 def test_reading_a_context_that_was_never_set_is_an_assertion_error() -> None:
     with pytest.raises(AssertionError, match="forward context: wanted one"):
         on_new_thread(get_forward_context)
-
-
-@pytest.mark.feature("L01")
-def test_ops_inside_see_the_context_of_their_forward() -> None:
-    cache = KVCacheTensor(k_cache=torch.zeros(1), v_cache=torch.zeros(1))
-    value = ForwardContext(
-        no_compile_layers={"layer.0": object()},
-        attn_metadata="metadata",
-        kv_cache_data={"layer.0": cache},
-        context=Context(batch_size=3, graph_bs=4),
-        batch_descriptor=BatchDescriptor(4, 4, uniform_decode=True),
-        cudagraph_runtime_mode=CUDAGraphMode.FULL,
-    )
-    with forward_context(value) as entered:
-        assert get_forward_context() is entered is value
 
 
 @pytest.mark.feature("L02")

@@ -18,7 +18,6 @@ from compile import environment
 from compile.cache.artifacts import read_checked, write_checked
 from compile.cache.index import INDEX, CompileCache, Index, root_directory
 from compile.config import CompilationConfig
-from compile.counters import counter
 
 
 def _load_toy() -> Any:
@@ -51,20 +50,6 @@ def files(root: Path) -> list[Path]:
 
 def directories(root: Path) -> list[str]:
     return sorted(p.parent.relative_to(root).as_posix() for p in root.rglob(INDEX))
-
-
-@pytest.mark.feature("G05")
-def test_a_second_start_compiles_nothing(tmp_path: Path, traced: Path) -> None:
-    scope = toy.scope(tmp_path / "root")
-    cold = toy.start(scope, traced_files=[str(traced)])
-    assert cold.counters["num_backend_compilations"] == NUM_DIFFERENT
-    assert cold.counters["num_compiled_artifacts_saved"] == NUM_DIFFERENT
-    with counter.expect(
-        num_backend_compilations=0, num_eager_compiles=0, num_compiled_artifacts_loaded=2
-    ):
-        warm = toy.start(scope, traced_files=[str(traced)])
-    assert (cold.was_traced, warm.was_traced) == (True, False)
-    assert cold.outputs == warm.outputs == toy.eager()
 
 
 @pytest.mark.feature("G01")

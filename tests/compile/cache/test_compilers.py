@@ -13,12 +13,7 @@ import torch
 from torch import fx
 
 from compile.cache.artifacts import ArtifactError, ArtifactStore, pack
-from compile.cache.compilers import (
-    CompilerInterface,
-    EagerAdaptor,
-    compiler_name,
-    graph_source,
-)
+from compile.cache.compilers import CompilerInterface, EagerAdaptor, compiler_name, graph_source
 from compile.cache.inductor import make_compiler
 from compile.config import CompilationConfig
 from compile.counters import counter

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor, Context, ForwardContext, get_forward_context
+from compile.context import BatchDescriptor, ForwardContext, get_forward_context
 from compile.counters import counter
 from compile.errors import GraphError, LateCapture, LateCompilation
 from compile.graphs.capture import (
@@ -82,11 +82,10 @@ def _not_sealed() -> Iterator[None]:
 
 @dataclass
 class Recorder:
-    """Stands where a model does: keeps the context of each forward and what happened around."""
+    """Stands where a model does, and notes what happens."""
 
     policy: str = "shared"
     events: list[Any] = field(default_factory=list)
-    contexts: list[ForwardContext] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12), policy=self.policy)
@@ -97,23 +96,12 @@ class Recorder:
         self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in pieces][-1], FULL, self.pools)
 
     def run(self, case: CaptureCase) -> Any:
-        self.contexts.append(get_forward_context())
-        mode = self.contexts[-1].cudagraph_runtime_mode
+        mode = get_forward_context().cudagraph_runtime_mode
         self.events.append((mode.name, case.descriptor.num_tokens))
         return self.forward(self.inputs[: case.descriptor.num_tokens])
 
-    def cases(self, config: CompilationConfig = CONFIG) -> list[CaptureCase]:
-        return [
-            CaptureCase(*graph, self.prepare(graph[1])) for graph in graphs_to_capture(config, 4)
-        ]
-
-    def prepare(self, key: BatchDescriptor) -> Callable[[], ForwardContext]:
-        def fill() -> ForwardContext:
-            bounds = torch.arange(0, key.num_tokens + 1)
-            context = Context(batch_size=key.num_seqs or 1, graph_bs=key.num_seqs or 1)
-            return ForwardContext(attn_metadata=bounds, context=context)
-
-        return fill
+    def cases(self) -> list[CaptureCase]:
+        return [CaptureCase(*graph, ForwardContext) for graph in graphs_to_capture(CONFIG, 4)]
 
     def capture(self, cases: list[CaptureCase] | None = None, **options: Any) -> CaptureReport:
         given: dict[str, Any] = {
@@ -221,20 +209,6 @@ def test_graphs_share_a_pool_or_have_one_per_token_count(policy: str) -> None:
     # A piecewise graph holds one output while it writes the next.
     rows = 16 if policy == "shared" else 16 + 8 + 4 + 2 + 1
     assert report.num_bytes == recorder.pools.num_bytes == rows * 4096 * 2
-
-
-@pytest.mark.feature("C12")
-def test_each_size_runs_in_its_context() -> None:
-    recorder = Recorder()
-    recorder.capture(warmups={FULL: 1, PIECEWISE: 1})
-    pairs = zip(recorder.contexts[::2], recorder.contexts[1::2], strict=True)
-    for (mode, key), (eager, captured) in zip(IN_ORDER, pairs, strict=True):
-        assert (eager.cudagraph_runtime_mode, eager.batch_descriptor) == (NONE, None)
-        assert (captured.cudagraph_runtime_mode, captured.batch_descriptor) == (mode, key)
-        assert eager.attn_metadata is captured.attn_metadata
-        assert len(captured.attn_metadata) == key.num_tokens + 1
-        assert captured.context == Context(batch_size=key.num_seqs or 1, graph_bs=key.num_seqs or 1)
-    assert get_forward_context() == ForwardContext()
 
 
 @pytest.mark.feature("C09")

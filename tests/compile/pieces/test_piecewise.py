@@ -12,12 +12,7 @@ from hypothesis import given
 from torch import fx
 
 from compile.graphs.capture import capture_window
-from compile.pieces.piecewise import (
-    PieceShapes,
-    PiecewiseBackend,
-    TokenSource,
-    find_tokens,
-)
+from compile.pieces.piecewise import PieceShapes, PiecewiseBackend, TokenSource, find_tokens
 from compile.pieces.split import example_value, placeholders
 from compile.scope import Runnable, Shape
 

@@ -14,11 +14,7 @@ import torch
 from torch import nn
 
 from compile.pieces.decorator import support_torch_compile
-from compile.pieces.plan import (
-    ForwardPlan,
-    PlanError,
-    bind,
-)
+from compile.pieces.plan import ForwardPlan, PlanError, bind
 from compile.pieces.stitch import StitchError
 
 ROOT = Path(__file__).resolve().parents[3]
