@@ -64,9 +64,6 @@ def test_a_nested_context_restores_the_outer_one_even_after_an_error() -> None:
     assert get_forward_context() == ForwardContext()
 
 
-# --- layers ------------------------------------------------------------------
-
-
 @pytest.mark.feature("K06")
 def test_two_layers_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^layer_name: wanted a name for each.*'layer.0' twice$"):

@@ -119,11 +119,7 @@ def traced_beside_eager(
     return traced, model, logits, wanted
 
 
-@pytest.mark.feature("K03")
-@pytest.mark.feature("K04")
-@pytest.mark.feature("K07")
-@pytest.mark.feature("E09")
-@pytest.mark.feature("E10")
+@pytest.mark.feature("K03", "K04", "K07", "E09", "E10")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_graph_serves_every_batch_and_equals_the_model(

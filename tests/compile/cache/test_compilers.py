@@ -50,9 +50,6 @@ def agrees(runnable: Any, inputs: list[torch.Tensor]) -> bool:
     return all(torch.allclose(found, wanted) for found, wanted in pairs)
 
 
-# --- conformance ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """For each compiler a directory of artifacts. Inductor's files lie beside it."""
@@ -197,9 +194,6 @@ def test_an_unknown_option_is_refused_with_the_nearest_that_inductor_takes(name:
     assert named is not None and "TYPE_CHECKING" not in named[1]
     for option in named[1].split(", "):
         make_compiler(CompilationConfig(level=3, inductor_compile_config={option: 1}))
-
-
-# --- the eager compiler's artifact ------------------------------------------------------------
 
 
 def test_a_constant_of_a_piece_survives_exactly(tmp_path: Path) -> None:

@@ -51,9 +51,6 @@ def fill(buffer: torch.Tensor, seed: int) -> None:
     buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-# --- one wrapper --------------------------------------------------------------------------------
-
-
 def counting(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
     calls: list[int] = []
 
@@ -117,9 +114,6 @@ def test_garbage_is_collected_before_the_first_piece_alone(monkeypatch: pytest.M
     assert counts == [1, 1, 1]
 
 
-# --- outside of the window ----------------------------------------------------------------------
-
-
 @pytest.mark.feature("C11")
 @pytest.mark.parametrize("policy", [None, "warn"])
 def test_a_key_that_was_not_captured_runs_eagerly_and_is_counted(
@@ -154,9 +148,6 @@ def test_a_strict_seal_refuses_a_key_that_was_not_captured() -> None:
         step(FULL, BatchDescriptor(1, None, False)),
     ):
         wrapper(x[:1])
-
-
-# --- eager ops between pieces -------------------------------------------------------------------
 
 
 class Chain:

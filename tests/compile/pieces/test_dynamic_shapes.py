@@ -44,9 +44,6 @@ def plain(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.
     return input_ids * 2 + positions
 
 
-# --- the three modes --------------------------------------------------------------------------
-
-
 @pytest.mark.feature("J01", "J03")
 @pytest.mark.parametrize(
     ("mode", "first"),
@@ -176,9 +173,6 @@ def test_an_unbacked_symbol_refuses_to_be_asked(toys: Any) -> None:
         module(*toys.inputs(8))
 
 
-# --- specialisation ---------------------------------------------------------------------------
-
-
 @pytest.mark.feature("J02")
 @pytest.mark.parametrize("mode", [DynamicShapes.BACKED, DynamicShapes.BACKED_SIZE_OBLIVIOUS])
 def test_a_number_of_tokens_taken_for_a_constant_is_an_error_with_its_line(
@@ -214,9 +208,6 @@ def test_evaluated_guards_survive_a_warm_start_and_are_told_again(
             warm(*toys.inputs(17))
     again = [record.getMessage() for record in caplog.records if "alone, as" in record.getMessage()]
     assert again == 2 * told
-
-
-# --- the token argument -----------------------------------------------------------------------
 
 
 @pytest.mark.feature("E11")

@@ -62,9 +62,6 @@ def chosen(backend: PiecewiseBackend, num_tokens: int) -> Shape:
     return shape
 
 
-# --- dispatch ---------------------------------------------------------------------------------
-
-
 @pytest.mark.feature("F02", "F03")
 @given(
     sizes=st.sets(st.integers(1, 40), max_size=5),
@@ -81,9 +78,6 @@ def test_dispatch_agrees_with_a_search_through_all_shapes(
         inside = [r for r in ranges if r[0] <= n <= r[1]]
         wanted = n if n in sizes else inside[0] if inside else None
         assert chosen(backend, n) == wanted
-
-
-# --- compiling --------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("F01", "F02", "F04")

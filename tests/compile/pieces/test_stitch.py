@@ -74,9 +74,6 @@ def stitched(toys: Any) -> Callable[..., Stitched]:
     return lambda forward, *args, ops=(ATTENTION,): Stitched(toys, forward, args, ops)
 
 
-# --- the text ---------------------------------------------------------------------------------
-
-
 @pytest.mark.feature("E08")
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_the_written_function_equals_the_stitching_graph(
@@ -144,9 +141,6 @@ def test_ops_that_return_nothing_are_not_kept(toys: Any, stitched: Any) -> None:
     found = stitched(toys.Plain().forward, *toys.inputs(6))
     assert found.code.ops == {"toy_attention": "lockstep::toy_attention.default"}
     found.run(lambda op: pytest.fail("attention writes into its caller's output"))
-
-
-# --- the copy layer ---------------------------------------------------------------------------
 
 
 class Seen:

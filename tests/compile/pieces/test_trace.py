@@ -54,8 +54,6 @@ def test_an_op_that_is_missing_is_refused(toys: Any, compiled: Any, plan: Forwar
         bind(toys.scope(), other, compiled, pieces(compiled, plan))
 
 
-# --- in another process -----------------------------------------------------------------------
-
 CHILD = """
 import importlib.util, json, sys
 conftest = sys.argv[1] + "/tests/compile/pieces/conftest.py"
@@ -119,9 +117,6 @@ def test_another_process_runs_the_plan_and_imports_neither_dynamo_nor_inductor(
 ) -> None:
     # Importing torch alone imports neither, so their absence afterwards says something.
     assert in_a_fresh_process == {"same": [True, True, True], "before": [], "after": []}
-
-
-# --- sources ----------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
