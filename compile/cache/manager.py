@@ -135,11 +135,6 @@ class CompilerManager:
             self._runnables[piece.key] = found
         return self._runnables[piece.key]
 
-    def options(self, shape: Shape) -> dict[str, Any]:
-        """Return the compiler's options for a shape; those of the configuration win."""
-        static = STATIC_OPTIONS if isinstance(shape, int) else {}
-        return {**UNCHECKED_OPTIONS, **static, **self._options}
-
     # --- loading -------------------------------------------------------------------------------
 
     def _loaded(self, piece: _Piece) -> Runnable | None:
@@ -194,7 +189,8 @@ class CompilerManager:
         started = time.perf_counter()
         counter.num_backend_compilations += 1
         key = None if self.cache is None else piece.key
-        options = self.options(piece.shape)
+        static = STATIC_OPTIONS if isinstance(piece.shape, int) else {}
+        options = {**UNCHECKED_OPTIONS, **static, **self._options}
         if self.compiler.name == EagerAdaptor.name:
             graph = copy.deepcopy(graph)
             self.passes.apply(graph)
