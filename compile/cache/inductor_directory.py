@@ -123,10 +123,7 @@ def _noted_files(loaded: list[Path]) -> Iterator[None]:
         return make
 
     # Their arguments are (path, ...) and (key, path, ...).
-    with (
-        replaced(LOAD_LIBRARY, noting(0)),
-        replaced(LOAD_MODULE, noting(1)),
-    ):
+    with replaced(LOAD_LIBRARY, noting(0)), replaced(LOAD_MODULE, noting(1)):
         yield
 
 

@@ -190,7 +190,7 @@ class CompilerManager:
         counter.num_backend_compilations += 1
         key = None if self.cache is None else piece.key
         static = STATIC_OPTIONS if isinstance(piece.shape, int) else {}
-        options = {**UNCHECKED_OPTIONS, **static, **self._options}
+        options: dict[str, Any] = {**UNCHECKED_OPTIONS, **static, **self._options}
         if self.compiler.name == EagerAdaptor.name:
             graph = copy.deepcopy(graph)
             self.passes.apply(graph)

@@ -145,10 +145,7 @@ class TracedForward:
     """The compiled forward of one module. Invariant: `plan` and the function are set together."""
 
     def __init__(
-        self,
-        scope: CompileScope,
-        parameters: Sequence[str],
-        dims: Mapping[str, tuple[int, ...]],
+        self, scope: CompileScope, parameters: Sequence[str], dims: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Prepare to compile a forward; `dims` has the dimensions of tokens of some arguments."""
         self.plan: ForwardPlan | None = None
@@ -305,11 +302,7 @@ class TracedForward:
         self._keep(run, plan.arguments, plan.absent, plan.guards)
 
     def _keep(
-        self,
-        run: Runnable,
-        names: Iterable[str],
-        absent: Iterable[str],
-        guards: Sequence[Guard],
+        self, run: Runnable, names: Iterable[str], absent: Iterable[str], guards: Sequence[Guard]
     ) -> None:
         self._names, self._absent = tuple(names), tuple(absent)
         self._run = run

@@ -177,11 +177,7 @@ def _sized(value: Any, values: Mapping[Any, int]) -> Any:
     stride = [_number(step, values) for step in value.stride()]
     with value.fake_mode:
         return torch.empty_strided(
-            shape,
-            stride,
-            dtype=value.dtype,
-            device=value.device,
-            requires_grad=value.requires_grad,
+            shape, stride, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
         )
 
 

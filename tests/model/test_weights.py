@@ -288,11 +288,7 @@ def weights_of(load: Any, path: Path, *, rank: int = 0, size: int = 1) -> list[t
 @pytest.mark.usefixtures("unpacked")
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_experts_are_read_in_both_spellings(
-    is_fused: bool,
-    copy: Callable[..., Path],
-    load: Any,
-    make_checkpoint: Any,
-    family: str,
+    is_fused: bool, copy: Callable[..., Path], load: Any, make_checkpoint: Any, family: str
 ) -> None:
     _, reference = make_checkpoint(family=family, **SHAPES[family])
     theirs = reference.model.layers[1].mlp

@@ -139,8 +139,7 @@ def test_pieces_that_cannot_be_saved_are_kept_and_one_line_says_so(
 
 @pytest.mark.feature("F06", "F07", "F09")
 @pytest.mark.parametrize(
-    ("name", "is_cached"),
-    [("inductor", True), ("inductor", False), ("inductor_standalone", True)],
+    ("name", "is_cached"), [("inductor", True), ("inductor", False), ("inductor_standalone", True)]
 )
 def test_inductor_compiles_under_the_options_of_a_shape_and_of_the_configuration(
     name: str, is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

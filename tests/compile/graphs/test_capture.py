@@ -249,10 +249,7 @@ def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> N
         asked.append(key)
         return key.num_tokens not in (16, 2)
 
-    report = recorder.capture(
-        warmups={FULL: 0, PIECEWISE: 0},
-        fits_on_all_ranks=fits_on_all_ranks,
-    )
+    report = recorder.capture(warmups={FULL: 0, PIECEWISE: 0}, fits_on_all_ranks=fits_on_all_ranks)
     assert asked == [key for _, key in IN_ORDER]
     assert recorder.captured() == [
         ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)

@@ -111,8 +111,7 @@ def test_a_value_is_freed_before_the_piece_after_its_last_use(toys: Any, stitche
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(2.5, [1, 2]), (math.inf, [3]), (1.0, [], "a 'quoted' \\ name"), (0.5, [4], None)],
+    "arguments", [(2.5, [1, 2]), (math.inf, [3]), (1.0, [], "a 'quoted' \\ name"), (0.5, [4], None)]
 )
 def test_constants_of_an_op_are_written_as_they_are(stitched: Any, arguments: Any) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,7 @@ ROOT = SCRIPT.parents[3]
 
 
 def run(group: str, num_shapes: int, **env: str) -> None:
-    env = {
-        "PYTHONPATH": str(ROOT),
-        "TRITON_INTERPRET": "1",
-        "TRITON_DEFAULT_FP_FUSION": "1",
-        **env,
-    }
+    env = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", **env}
     command = [sys.executable, "-W", "error", str(SCRIPT), group, str(num_shapes)]
     done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
