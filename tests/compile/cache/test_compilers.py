@@ -92,10 +92,9 @@ def test_with_the_cache_disabled_a_piece_runs_and_has_no_handle(
     compiler = make_compiler(CompilationConfig(level=3, compiler=name))
     compiler.initialize_cache(str(tmp_path), disable_cache=True)
     is_eager = name == "eager"
-    code = graph.code
     with counter.expect(num_inductor_compiles=not is_eager, num_eager_compiles=is_eager):
         runnable, handle = compiler.compile(graph, inputs, {}, "key")
-    assert compiler.name == name and graph.code == code
+    assert compiler.name == name
     assert agrees(runnable, inputs) and handle is None
     assert list(tmp_path.iterdir()) == []
 
