@@ -125,9 +125,6 @@ def _explain(shared: Path, within: Path, layer: str | None) -> Iterator[str]:
         yield from (f"    {line}" for line in _forward(shared, forward))
 
 
-# --- the key ----------------------------------------------------------------------------------
-
-
 def _key(shared: Path) -> Iterator[str]:
     factors = read_factors(shared)
     if factors is None:
@@ -150,9 +147,6 @@ def _key(shared: Path) -> Iterator[str]:
 def _short(value: str) -> str:
     line = " ".join(value.split())
     return line if len(line) <= 100 else f"{line[:97]}..."
-
-
-# --- one forward ------------------------------------------------------------------------------
 
 
 def _forward(shared: Path, forward: Path) -> Iterator[str]:
@@ -200,9 +194,6 @@ def _where(forward: Path, file: str | None, num_artifacts: int) -> str:
         return f"{num_artifacts} artifacts"
     path = forward / file
     return str(path) if path.exists() else "not kept"
-
-
-# --- one layer in full ------------------------------------------------------------------------
 
 
 def _layer(shared: Path, forward: Path, layer: str) -> Iterator[str]:

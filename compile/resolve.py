@@ -119,9 +119,6 @@ def resolve(
     return config
 
 
-# --- the mode -----------------------------------------------------------------------------------
-
-
 def _asked_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUDAGraphMode:
     if not config.use_cudagraph:
         return CUDAGraphMode.NONE
@@ -158,9 +155,6 @@ def _mode(config: CompilationConfig, facts: _Facts) -> CUDAGraphMode:
             facts.attention,
         )
     return facts.mode
-
-
-# --- sizes --------------------------------------------------------------------------------------
 
 
 def _graph_bs(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
@@ -248,9 +242,6 @@ def _sizes_left(config: CompilationConfig, facts: _Facts) -> tuple[int, ...] | N
         wanted = f"a size of at most {most} (tokens of the largest step)"
         raise FieldError("compilation.capture_num_tokens", wanted, list(sizes))
     return config.graph_bs or config.cudagraph_capture_sizes
-
-
-# --- all else -----------------------------------------------------------------------------------
 
 
 def _splitting_ops(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:

@@ -198,8 +198,6 @@ class CompileCache:
         for reason in self.misses:
             logger.info("compile cache: %s is new: %s", self.hash, reason)
 
-    # --- plans ---------------------------------------------------------------------------------
-
     def load_plan(self) -> str | None:
         """Return the plan that was saved for the same sizes; None if none can be used."""
         path = self._index.plans.get(self._plan_name)
@@ -226,8 +224,6 @@ class CompileCache:
         sets = [list(self.names), *known][:MAX_FORWARDS]
         content = {"version": VERSION, "traced_files": sets}
         write_atomic(self._pointer, json.dumps(content, indent=1).encode())
-
-    # --- pieces --------------------------------------------------------------------------------
 
     def find(self, key: str, compiler: str) -> str | None:
         """Return the artifact of a piece that this rank or, if it shares, another one compiled."""

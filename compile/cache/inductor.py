@@ -237,8 +237,6 @@ def _line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
-# --- calls without torch's layers -----------------------------------------------------------------
-
 Generated = Callable[[list[Any]], Sequence[Any]]
 
 

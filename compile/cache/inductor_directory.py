@@ -160,9 +160,6 @@ def _rebind(kernel: Any, directory: Path) -> None:
     kernel.save_cache_hook = tuned and save
 
 
-# --- which vector instructions can be used ----------------------------------------------------
-
-
 @contextmanager
 def _remembered_probes(path: Path) -> Iterator[None]:
     """Answer from `path` what was probed before, once in a process for all directories; the cache's

@@ -90,9 +90,6 @@ OWN_SOURCES = sources_hash(Path(__file__).parents[1])
 """Of this package when it was imported: a file that is changed later does not run here."""
 
 
-# --- files that tracing went through ----------------------------------------------------------
-
-
 def traced_names(paths: Iterable[str]) -> list[str]:
     """Return names of traced files, as far as they can be read, that hold on another machine too:
     modules, else paths."""
@@ -127,9 +124,6 @@ def _content_hash(path: str) -> str | None:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError):
         return None
-
-
-# --- the name, and what differs ---------------------------------------------------------------
 
 
 def hash_factors(factors: Mapping[str, str]) -> str:

@@ -135,8 +135,6 @@ class CompilerManager:
             self._runnables[piece.key] = found
         return self._runnables[piece.key]
 
-    # --- loading -------------------------------------------------------------------------------
-
     def _loaded(self, piece: _Piece) -> Runnable | None:
         """Return a stored piece; None, and the reason in the log, if there is none to use."""
         name = self._find(piece)
@@ -160,8 +158,6 @@ class CompilerManager:
         if self.cache is None:
             return None
         return self.cache.find(piece.key, self.compiler.name)
-
-    # --- compiling -----------------------------------------------------------------------------
 
     def _fetched(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Return what a rank elsewhere has compiled; compile it here if none has."""

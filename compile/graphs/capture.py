@@ -34,9 +34,6 @@ Graph = tuple[CUDAGraphMode, BatchDescriptor]
 """A captured graph by its runtime mode and its key."""
 
 
-# --- the window and the seal --------------------------------------------------------------------
-
-
 class _PerThread(threading.local):
     """Ranks of one process may be threads: each opens a window of its own."""
 
@@ -114,9 +111,6 @@ def _warn_once(line: str) -> None:
         logger.warning(line)
 
 
-# --- what is captured ---------------------------------------------------------------------------
-
-
 def graphs_to_capture(config: CompilationConfig, max_num_seqs: int) -> list[Graph]:
     """Return the graphs that a resolved configuration replays, in capture order."""
     mode, sizes, full = config.graph_mode, config.capture_num_tokens or (), []
@@ -169,9 +163,6 @@ class CaptureReport:
     def token_counts(self) -> tuple[int, ...]:
         piecewise = CUDAGraphMode.PIECEWISE
         return tuple(key.num_tokens for mode, key in self.captured if mode is piecewise)
-
-
-# --- the loop -----------------------------------------------------------------------------------
 
 
 def capture_all(

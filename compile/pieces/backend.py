@@ -144,8 +144,6 @@ class PiecewiseCompiler:
             how = "eager" if item.is_splitting else "compiled"
             logger.debug("%s: %s, %d nodes", item.name, how, len(item.graph.graph.nodes))
 
-    # --- what readers and later starts get ---
-
     def report(self, trace: Trace) -> CompileReport:
         assert self.manager is not None
         keeps_guards = self.scope.config.evaluate_guards

@@ -174,8 +174,6 @@ class TracedForward:
     def is_bound(self) -> bool:
         return self._run is not None
 
-    # --- the first call ---
-
     def loading(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
@@ -293,8 +291,6 @@ class TracedForward:
             logger.warning(
                 "%s: traced for %s alone, as %s asked", self.tag, guard.expression, guard.where
             )
-
-    # --- every call ---
 
     def _bind(self, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]) -> None:
         run = bind(self._scope, plan, module, pieces)

@@ -102,9 +102,6 @@ class TraceError(RuntimeError):
     """A forward was traced, but cannot be run from what was traced."""
 
 
-# --- breaks -----------------------------------------------------------------------------------
-
-
 def explained(error: Exception, forward: MethodType) -> GraphBreakError | None:
     """Say in one line what Dynamo broke on; None for errors of other kinds."""
     if type(error).__name__ not in _BREAKS:
@@ -173,9 +170,6 @@ def traced_at(node: fx.Node) -> tuple[str, str]:
     return f"{frame.filename}:{frame.lineno}", _source(frame)
 
 
-# --- the token dimension ----------------------------------------------------------------------
-
-
 def find_token_symbol(graph: fx.GraphModule) -> torch.SymInt:
     """Return the size of `input_ids`; SpecialisedError: tracing took it for a constant."""
     for node in placeholders(graph):
@@ -229,9 +223,6 @@ def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
             asked_at = getattr(guard.sloc, "maybe_user_loc", None) or guard.sloc
             found.append(Guard(PythonPrinter().doprint(renamed), str(asked_at)))
     return tuple(dict.fromkeys(found))
-
-
-# --- loops ------------------------------------------------------------------------------------
 
 
 def warn_unrolled(graph: fx.GraphModule) -> None:

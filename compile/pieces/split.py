@@ -72,9 +72,6 @@ def split_graph(
     return root, sorted(items, key=lambda item: item.index)
 
 
-# --- which op splits --------------------------------------------------------------------------
-
-
 def look_up_ops(names: Sequence[str]) -> set[str]:
     """Return ops as torch prints them; FieldError: one, that is no default, does not exist."""
     for name in names:
@@ -100,9 +97,6 @@ def _spellings(target: Any) -> set[str]:
     if isinstance(target, torch._ops.OpOverload):
         return {str(target.overloadpacket), str(target).removesuffix(".default")}
     return set()
-
-
-# --- which node goes where --------------------------------------------------------------------
 
 
 def _partition(graph: fx.Graph, splitting: set[str]) -> tuple[dict[fx.Node, int], set[int]]:
@@ -168,9 +162,6 @@ def _is_element_of_tuple(node: fx.Node) -> bool:
     if value is None:
         return isinstance(node.args[1], int) and node.args[0].op != "placeholder"
     return isinstance(value, tuple | list)
-
-
-# --- rewriting --------------------------------------------------------------------------------
 
 
 def _spell_sizes_out(graph: fx.GraphModule) -> None:
@@ -248,9 +239,6 @@ def _take_first(root: fx.GraphModule, call: fx.Node) -> None:
     with root.graph.inserting_after(call):
         element = root.graph.call_function(operator.getitem, (call, 0))
     call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
-
-
-# --- the key of a piece -----------------------------------------------------------------------
 
 
 def canonical_key(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str:

@@ -133,8 +133,6 @@ class _Writer:
         source = _function(given, parameters, [*body, f"return {text}"])
         return StitchCode(source, self.pieces, self.ops, self.weights)
 
-    # --- inputs and outputs ---
-
     def _bind_inputs(self, arguments: Sequence[str], inputs: Sequence[BoundInput]) -> list[str]:
         parameters = [self._names.fresh(name) for name in arguments]
         of_argument = dict(zip(arguments, parameters, strict=True))
@@ -167,8 +165,6 @@ class _Writer:
         if isinstance(returns, int):
             return self._literal(outputs[returns])
         return "(" + "".join(f"{self._returned(outputs, part)}, " for part in returns) + ")"
-
-    # --- calls ---
 
     def _call(self, node: fx.Node, item: SplitItem) -> None:
         if item.is_splitting:
@@ -275,9 +271,6 @@ def _name_of(target: Any) -> str:
     raise StitchError(f"splitting piece: wanted calls of torch ops, found {target!r}")
 
 
-# --- from text to a function ------------------------------------------------------------------
-
-
 def bind_ops(
     ops: Mapping[str, str], kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> dict[str, Callable[..., Any]]:
@@ -302,9 +295,6 @@ def compile_execution_fn(source: str, values: Mapping[str, Any]) -> Callable[...
     exec(compile(source, filename, "exec"), namespace)
     forward: Callable[..., Any] = namespace[_FACTORY](**values)
     return forward
-
-
-# --- the copy layer ---------------------------------------------------------------------------
 
 
 class CopyError(ValueError):
