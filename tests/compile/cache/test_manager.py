@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,15 @@ def compiler() -> ScriptedCompiler:
 
 
 @pytest.fixture
-def start(tmp_path: Path, compiler: ScriptedCompiler) -> Iterator[Callable[..., CompilerManager]]:
+def start(tmp_path: Path, compiler: ScriptedCompiler) -> Callable[..., CompilerManager]:
     """Returns the manager of a new start over the same directory."""
+    scope = CompileScope(CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path)))
 
-    def manager(*, cached: bool = True, **fields: Any) -> CompilerManager:
-        config = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path), **fields)
-        scope = CompileScope(config)
-        cache = CompileCache.open(scope, "backbone", [__file__]) if cached else None
+    def manager() -> CompilerManager:
+        cache = CompileCache.open(scope, "backbone", [__file__])
         return CompilerManager(scope, cache, compiler=compiler)
 
-    yield manager
+    return manager
 
 
 def compiled(manager: CompilerManager, graph: fx.GraphModule, **changes: Any) -> Runnable:
