@@ -255,7 +255,7 @@ def test_every_rank_traces_the_same_graph(
     for rank, group in enumerate(groups):
         # A rank's process has its own table.
         monkeypatch.setattr(parallel, "_groups", weakref.WeakValueDictionary())
-        model = built(path, shard=Shard(rank, 2, group), level=2)
+        model: Any = built(path, shard=Shard(rank, 2, group), level=2)
         with torch.inference_mode():
             model.model.prepare(torch.arange(7), torch.arange(7))
         graph = graph_of(model)
