@@ -1,4 +1,1 @@
-"""How a forward becomes pieces and graphs: levels, custom ops and the forward context.
-
-This package knows torch only.
-"""
+"""How a forward becomes pieces and graphs. This package knows torch only."""

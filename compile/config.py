@@ -1,9 +1,5 @@
-"""Compilation levels, graph modes and `CompilationConfig`.
-
-A configuration is checked when it is built, never when it is used, so every `CompilationConfig` is
-a legal one. What depends on the scheduler (sizes) and on the pool (the preset mode) is filled in by
-`compile.resolve`, which returns a new one.
-"""
+"""Compilation levels, graph modes and `CompilationConfig`, of which every one is legal: it is
+checked when it is built. What depends on scheduler and pool is filled in by `compile.resolve`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The forward context: what an opaque op may know about the step without an argument.
 
-A step enters `forward_context(...)` around the model's forward; the attention op inside finds
-its layer's KV cache and the step's metadata there by the layer's name. Ops keep narrow
-signatures (tensors and a name), so the traced graph does not depend on the batch.
+Ops take tensors and their layer's name alone, so the traced graph does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from compile.dispatch import BatchDescriptor as BatchDescriptor
 
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """One layer's view of the KV pool.
-
-    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided views.
-    """
+    """One layer's views of the KV pool: [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -56,20 +51,16 @@ class DPMetadata:
         return max(self.num_tokens_across_dp)
 
     def chunked_sizes(self, max_chunk: int, index: int) -> tuple[int, ...]:
-        """Return each rank's tokens in chunk `index` of at most `max_chunk`.
-
-        A rank that has none left has one, to take part in as many collectives as the others.
-        """
+        """Return each rank's tokens in a chunk; at least one, so that all join its collectives."""
         before = max_chunk * index
         return tuple(max(1, min(max_chunk, n - before)) for n in self.num_tokens_across_dp)
 
 
 @dataclass(frozen=True)
 class Context:
-    """Facts about the step that every layer may read.
+    """Facts about the step. Ops in a replayed graph see those of the capture, on padding alone.
 
-    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one. Ops in a replayed
-    graph see the values of the capture, which ran on padding alone.
+    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one.
     """
 
     is_prefill: bool = False
@@ -88,10 +79,8 @@ _Layer = TypeVar("_Layer")
 
 
 def static_forward_context(layers: Iterable[tuple[str, _Layer]]) -> dict[str, _Layer]:
-    """Return layers by the names under which opaque ops look them up, in the given order.
-
-    Raises ValueError if two have one name: one would compute with the other's cache.
-    """
+    """Return layers by name, in order; ValueError: of two of one name, one would compute with the
+    other's cache."""
     by_name: dict[str, _Layer] = {}
     for name, layer in layers:
         if name in by_name:
@@ -139,10 +128,7 @@ def get_forward_context() -> ForwardContext:
 
 @contextmanager
 def forward_context(value: ForwardContext) -> Iterator[ForwardContext]:
-    """Set this thread's forward context and reset it, also after an error.
-
-    After the outermost one the context is empty; a nested one restores the one before.
-    """
+    """Set this thread's context, then restore the one before; after the outermost it is empty."""
     before = _state.current
     _state.current = value
     try:

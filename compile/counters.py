@@ -1,7 +1,6 @@
 """Counters of everything that must not happen unnoticed.
 
-"compiles nothing" means that compilations *and* native builds stand still: an artifact may hold
-source that a C++ or Triton compiler turns into code when it is loaded.
+"compiles nothing" includes native builds: an artifact may hold source.
 """
 
 from __future__ import annotations

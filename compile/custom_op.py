@@ -1,7 +1,4 @@
-"""Register a Python function as an opaque torch op.
-
-Tracing does not look into an opaque op: its code may loop over sequences or look a layer up by
-name, and the traced graph stays the same for every batch.
+"""Register a Python function as an opaque torch op, into which tracing does not look.
 
 An integer argument becomes a SymInt, so that a graph serves all its values.
 """
@@ -40,10 +37,8 @@ def direct_register_custom_op(
 ) -> Any:
     """Register `op_func` as `torch.ops.<target_lib>.<op_name>` and return the op.
 
-    Registering the same name again returns the existing op, because a module may be imported under
-    two paths, and torch refuses a second definition; ValueError: it has another schema already.
-    With another dispatch key, `op_func` becomes its implementation for that key, next to those that
-    it has.
+    A name that is registered returns the existing op, because a module may be imported under two
+    paths; ValueError: it has another schema. Another dispatch key adds an implementation.
 
     Args:
         mutates_args: names of the tensor arguments that `op_func` writes into.
@@ -68,10 +63,7 @@ def direct_register_custom_op(
 
 
 def function_of(op: Any, device_type: str) -> Callable[..., Any] | None:
-    """Return the function behind an op for tensors of a device, None if it was not registered here.
-
-    Calling it does what the dispatcher does in inference mode without a dispatch mode.
-    """
+    """Return what the dispatcher calls in inference mode; None: the op was not registered here."""
     schema = getattr(op, "_schema", None)
     known = _registered.get(schema.name) if schema is not None else None
     if known is None:

@@ -1,9 +1,7 @@
 """`decide`: whether a step replays a graph, which one, and the sizes it is padded to.
 
-It is decided here alone, by a pure function of values that every rank holds alike (what all want to
-run, and what all captured). Ranks that call it with equal arguments cannot part before a
-collective. This file imports no torch, because the ranks' agreement is computed with it
-(`cluster/engine/lockstep.py`).
+It is decided here alone, by a pure function of values that every rank holds alike, so that ranks
+cannot part before a collective. This file imports no torch.
 
 1. The mode of this kind of step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
@@ -11,8 +9,7 @@ collective. This file imports no torch, because the ranks' agreement is computed
 4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
 5. Nothing captured is large enough: eager, at the step's own size.
 
-Sizes that graphs are captured for are only ever dropped, never added or moved. A size that no step
-can have would cost memory and time; one that was not asked for would surprise.
+Sizes that graphs are captured for are only ever dropped, never added or moved.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 class BatchDescriptor(NamedTuple):
     """The key of a captured graph, and the sizes that ranks pad a step to if they pad at all.
 
-    It travels in the ranks' agreement, and has no defaults so that a frame may not lack a value.
-
     Invariant: a full graph of decode steps has `num_tokens` == `num_seqs` x query length.
     """
 
@@ -44,10 +39,7 @@ class BatchDescriptor(NamedTuple):
     """Every sequence decodes, as many tokens each."""
 
     def graph_key(self, mode: CUDAGraphMode) -> BatchDescriptor | None:
-        """Return the key of the graph that such a step replays; None: it runs eagerly.
-
-        A piecewise graph serves any number of sequences.
-        """
+        """Return the key of the graph that such a step replays; None: it runs eagerly."""
         match mode:
             case CUDAGraphMode.PIECEWISE:
                 return BatchDescriptor(self.num_tokens, None, False)
@@ -59,11 +51,7 @@ class BatchDescriptor(NamedTuple):
 
 @dataclass(frozen=True)
 class CapturedGraphs:
-    """What all ranks of a group replay.
-
-    Invariant: equal on every rank; a size that one rank had to skip is missing on all. Sizes
-    ascend.
-    """
+    """What all ranks of a group replay. Invariant: equal on every rank; sizes ascend."""
 
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     """Which steps replay graphs, and of which kind."""
@@ -89,8 +77,8 @@ def decide(
     (after ATOM's ForwardMode and vLLM's dispatcher).
 
     Args:
-        is_uniform_decode: on every rank each sequence decodes `query_len` tokens: one, or several
-            if drafts are verified. ValueError: tokens are not sequences x query length.
+        is_uniform_decode: on every rank each sequence decodes `query_len` tokens. ValueError:
+            tokens are not sequences x query length.
         num_tokens, num_seqs: the largest over the ranks.
     """
     if is_uniform_decode and num_tokens != num_seqs * query_len:
@@ -150,10 +138,8 @@ def within(sizes: Sequence[int], most: int) -> tuple[tuple[int, ...], tuple[int,
 
 
 def padded_size(sizes: Sequence[int], wanted: int, *, enable_padding: bool = True) -> int | None:
-    """Return the smallest of ascending sizes that holds `wanted`; None if there is none.
-
-    Without padding only `wanted` itself will do.
-    """
+    """Return the smallest of ascending sizes that holds `wanted`, without padding `wanted` itself;
+    None if there is none."""
     at = bisect_left(sizes, wanted)
     if at == len(sizes) or not (enable_padding or sizes[at] == wanted):
         return None

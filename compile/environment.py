@@ -1,9 +1,5 @@
-"""The environment variables of Lockstep: read here and nowhere else.
-
-A variable is read at each call, so changes that a process makes to its own environment before it
-starts ranks count. A field that is given explicitly wins; a value that cannot be used is a
-FieldError.
-"""
+"""The environment variables of Lockstep: read here alone, at each call. A field that is given
+explicitly wins; a value that cannot be used is a FieldError."""
 
 from __future__ import annotations
 

@@ -5,10 +5,8 @@
     python -m compile.explain DIR --layer split     one layer in full: dynamo, split, pieces, stitch
     python -m compile.explain                       the user's cache, else the bundled model
 
-From a cache it reads files that compiling left and runs none of them, so it also works next to a
-server, on another machine, and on a cache that cannot be used. A model is started as the offline
-API starts it, with a cache of its own and pieces that run as they were traced; to see what Inductor
-makes of them: --compilation '{"use_inductor": true}'.
+Of a cache it reads files and runs none. A model is started with a cache of its own and pieces that
+run as they were traced; to see what Inductor makes of them: --compilation '{"use_inductor": true}'.
 """
 
 from __future__ import annotations
@@ -36,13 +34,7 @@ from compile.cache.index import (
 from compile.cache.key import TRACED_FILES, describe, differing
 from compile.config import CompilationConfig
 from compile.pieces.diagnose import GraphBreakError
-from compile.report import (
-    COMPUTATION_GRAPH,
-    DYNAMO_GRAPH,
-    REPORT,
-    TRANSFORMED_CODE,
-    CompileReport,
-)
+from compile.report import COMPUTATION_GRAPH, DYNAMO_GRAPH, REPORT, TRANSFORMED_CODE, CompileReport
 
 LAYERS = {
     "dynamo": ("what Dynamo traced", DYNAMO_GRAPH),
@@ -93,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _trace(
     model: Path | None, loader: str, compilation: Mapping[str, Any], cache_dir: Path
 ) -> Exception | None:
-    """Start a model, None for the bundled one, so that its report lies in `cache_dir`; return why
-    it cannot be started, if that is the model's fault or the configuration's."""
+    """Start a model so that its report lies in `cache_dir`; return why it cannot be started."""
     module, _, name = loader.partition(":")
     load = getattr(importlib.import_module(module), name)
     try:
@@ -134,9 +125,6 @@ def _explain(shared: Path, within: Path, layer: str | None) -> Iterator[str]:
         yield from (f"    {line}" for line in _forward(shared, forward))
 
 
-# --- the key ----------------------------------------------------------------------------------
-
-
 def _key(shared: Path) -> Iterator[str]:
     factors = read_factors(shared)
     if factors is None:
@@ -159,9 +147,6 @@ def _key(shared: Path) -> Iterator[str]:
 def _short(value: str) -> str:
     line = " ".join(value.split())
     return line if len(line) <= 100 else f"{line[:97]}..."
-
-
-# --- one forward ------------------------------------------------------------------------------
 
 
 def _forward(shared: Path, forward: Path) -> Iterator[str]:
@@ -209,9 +194,6 @@ def _where(forward: Path, file: str | None, num_artifacts: int) -> str:
         return f"{num_artifacts} artifacts"
     path = forward / file
     return str(path) if path.exists() else "not kept"
-
-
-# --- one layer in full ------------------------------------------------------------------------
 
 
 def _layer(shared: Path, forward: Path, layer: str) -> Iterator[str]:

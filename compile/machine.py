@@ -1,8 +1,5 @@
-"""The processor that native code is built for, and directories that it may be loaded from.
-
-Code is loaded only from directories in which no other user except root may place a file. The check
-is who could have written, not what was written.
-"""
+"""The processor that native code is built for, and directories that it may be loaded from: those in
+which no other user except root may place a file."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ class PrivateDirectoryError(RuntimeError):
 
 
 def make_private(directory: Path) -> Path:
-    """Return `directory`, which is made if it is missing, once no other user can write to it.
-
-    Raises PrivateDirectoryError if it belongs to another user than us or root, or others may write.
-    """
+    """Make `directory` if it is missing and return it; PrivateDirectoryError: others may write."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid not in (os.geteuid(), ROOT):

@@ -1,8 +1,7 @@
 """`resolve`: what a configuration leaves open is filled in from the scheduler and the pool.
 
-`_RULES` has one rule for each field that may be open, in the order in which they are decided: a
-rule reads what those before it decided. Resolving a resolved configuration changes nothing, unless
-attention can do less than was assumed.
+`_RULES` has one rule for each field that may be open, in the order in which they are decided.
+Resolving again changes nothing, unless attention can do less than was assumed.
 """
 
 from __future__ import annotations
@@ -43,15 +42,12 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What the scheduler can put into one step.
-
-    Invariant: all at least 1. `query_len` is what each sequence computes in a decode step: 1, or 1
-    and its draft tokens.
-    """
+    """What the scheduler can put into one step. Invariant: all at least 1."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     query_len: int = 1
+    """What each sequence computes in a decode step: 1, or 1 and its draft tokens."""
 
     @property
     def max_decode_seqs(self) -> int:
@@ -123,9 +119,6 @@ def resolve(
     return config
 
 
-# --- the mode -----------------------------------------------------------------------------------
-
-
 def _asked_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUDAGraphMode:
     if not config.use_cudagraph:
         return CUDAGraphMode.NONE
@@ -162,9 +155,6 @@ def _mode(config: CompilationConfig, facts: _Facts) -> CUDAGraphMode:
             facts.attention,
         )
     return facts.mode
-
-
-# --- sizes --------------------------------------------------------------------------------------
 
 
 def _graph_bs(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
@@ -254,9 +244,6 @@ def _sizes_left(config: CompilationConfig, facts: _Facts) -> tuple[int, ...] | N
     return config.graph_bs or config.cudagraph_capture_sizes
 
 
-# --- all else -----------------------------------------------------------------------------------
-
-
 def _splitting_ops(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     if config.splitting_ops is not None:
         return config.splitting_ops
@@ -264,10 +251,7 @@ def _splitting_ops(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
 
 
 def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
-    """Refuse captures on a GPU without an eager run before them.
-
-    A kernel's first run may build it, and allocate what the library keeps: neither may be captured.
-    """
+    """Refuse captures on a GPU without an eager run before them, which may build and allocate."""
     given: int | None = getattr(config, field)
     if given == 0 and not facts.is_cpu and facts.mode is not CUDAGraphMode.NONE:
         raise FieldError(f"compilation.{field}", "at least 1 with device=cuda", 0)
@@ -276,21 +260,14 @@ def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
 
 
 def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
-    """Fuse norms unless the compiler does: Inductor, if they are torch functions, as on a CPU.
-
-    On a GPU a norm is an op that Inductor cannot look into: fused, it is one launch with the
-    residual's addition instead of two.
-    """
+    """Fuse norms unless Inductor does, which cannot look into the op that a norm is on a GPU."""
     if config.passes is not None:
         return config.passes
     return () if config.has_inductor and facts.is_cpu else ("fuse_add_rms_norm",)
 
 
 def _serve_while_compiling(config: CompilationConfig, facts: _Facts) -> str:
-    """Decide what auto means.
-
-    On CUDA the process that compiles would need memory of the device, which the KV cache has.
-    """
+    """Decide what auto means. On CUDA the KV cache has the memory that compiling would need."""
     asked = config.serve_while_compiling
     if asked == "on" and not facts.is_cpu:
         wanted = "auto or off with device=cuda (another process cannot compile there yet)"

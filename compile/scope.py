@@ -1,8 +1,4 @@
-"""How the modules that are built inside a scope compile themselves.
-
-Models are built by families that know nothing of compilation. The code that builds one enters a
-scope around it, and the decorated module inside takes what it needs from there.
-"""
+"""How the decorated modules that are built inside a scope compile themselves."""
 
 from __future__ import annotations
 
@@ -26,10 +22,8 @@ class ArtifactExchange(Protocol):
     """Gives each piece's artifact to all that want it. Keys name what is computed, and for what."""
 
     def claim(self, key: str) -> bytes | None:
-        """Return what another rank compiled, waiting for it; None if this one is to compile.
-
-        A caller that gets None must publish in the end, after an error too.
-        """
+        """Return what another rank compiled, waiting for it; None: compile, and publish in the end,
+        after an error too."""
 
     def publish(self, key: str, data: bytes | None) -> None:
         """Hand out what was compiled; None if there is nothing to hand out."""
@@ -43,8 +37,8 @@ class ModelTagError(ValueError):
 class CompileScope:
     """How modules built inside are compiled, and for which rank.
 
-    Invariant: `config` is resolved. `key_factors` holds what decides generated code and is known
-    to the caller alone (model configuration, dtype, parallel sizes), never ports, ranks or paths.
+    Invariant: `config` is resolved. `key_factors` holds what decides generated code and only the
+    caller knows, never ports, ranks or paths.
     """
 
     config: CompilationConfig = field(default_factory=CompilationConfig)
@@ -62,11 +56,7 @@ class CompileScope:
     _claimed_tags: set[str] = field(default_factory=set, compare=False)
 
     def claim(self, tag: str) -> None:
-        """Take the name of a compiled module, its directory in the cache, before its first call.
-
-        Of the modules of one scope at most one runs under a name. Others may have been built, as
-        loading a checkpoint builds a model to look at.
-        """
+        """Take the name of a compiled module before its first call: at most one runs under it."""
         if tag in self._claimed_tags:
             wanted = "one compiled module for each tag; enter model_tag(...) around the other"
             raise ModelTagError(f"model_tag: wanted {wanted}, found {tag!r} twice")

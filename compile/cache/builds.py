@@ -1,9 +1,5 @@
 """Count the native builds that compiling and loading start: runs of a C++ compiler, and Triton
-kernels that are not found in a cache.
-
-An artifact may hold source that is built when it is *loaded*, so a start that compiles nothing can
-still build for a minute.
-"""
+kernels that are not found in a cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What makes a piece runnable: the interface, and the compiler that changes nothing.
 
-A compiler's `handle` is all that a later process needs. It is plain data (a key and the name of a
-file below the cache directory, never a path), so the whole directory may be moved or copied.
+A compiler's `handle` is all that a later process needs. It has no path, so the cache may be moved.
 """
 
 from __future__ import annotations
@@ -55,12 +54,10 @@ class CompilerInterface(ABC):
         compiler_config: Mapping[str, Any],
         key: str | None = None,
     ) -> tuple[Runnable, Handle | None]:
-        """Compile a piece, whose graph is left as it was.
+        """Compile a piece, whose graph is left as it was; return the runnable, and its handle, None
+        if it is not saved, as nothing is without a key.
 
-        `example_inputs` are the graph's fake tensors and symbols, or tensors of a fixed size;
-        `compiler_config` are the compiler's own options; without a key nothing is saved.
-
-        Returns the runnable, and its handle, None if it is not saved.
+        `example_inputs` are the graph's fake tensors and symbols, or tensors of a fixed size.
         """
 
     @abstractmethod
@@ -115,10 +112,8 @@ class EagerAdaptor(CompilerInterface):
 
 
 def graph_source(graph: fx.GraphModule) -> str | None:
-    """Return Python that defines `forward(self, ...)` of a graph without state of its own.
-
-    None if the graph holds tensors or modules, or calls what cannot be imported by name.
-    """
+    """Return Python that defines `forward(self, ...)` of a graph; None: it holds tensors or
+    modules, or calls what cannot be imported by name."""
     if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
         return None
     code = _without_types(graph.graph).python_code("self")

@@ -26,11 +26,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
-from compile.cache.disk import (
+from compile.cache.artifacts import (
+    OUTPUT_CODE,
+    ArtifactError,
+    ArtifactStore,
     CorruptFileError,
     file_lock,
     read_checked,
+    unpack,
     write_atomic,
     write_checked,
 )
@@ -77,10 +80,7 @@ IndexKey = tuple[Shape, int, str]
 
 @dataclass
 class Index:
-    """One forward of one rank. Paths are relative to the index's directory.
-
-    Invariant: plain data that `ast.literal_eval` reads.
-    """
+    """One forward of one rank. Paths are relative to the index's directory."""
 
     entries: dict[IndexKey, dict[str, str]] = field(default_factory=dict)
     """For each piece the key of what it computes and the path of its artifact."""
@@ -114,10 +114,8 @@ class Index:
 
 
 class CompileCache:
-    """The compiled forward of one rank and prefix, and what it shares with others of its key.
-
-    Invariant: all directories exist and belong to this user alone.
-    """
+    """The compiled forward of one rank and prefix. Invariant: all its directories exist and belong
+    to this user alone."""
 
     def __init__(
         self,
@@ -158,8 +156,8 @@ class CompileCache:
     ) -> CompileCache | None:
         """Return the cache of the forward called `prefix`; None if there is none to use.
 
-        `traced_files` are those that tracing went through. None before tracing: then the answer is
-        a cache that an earlier start left, if nothing has changed since.
+        Before tracing `traced_files` is None, and the answer what an earlier start left, if nothing
+        has changed since.
         """
         if is_compile_cache_disabled():
             return None
@@ -200,8 +198,6 @@ class CompileCache:
         for reason in self.misses:
             logger.info("compile cache: %s is new: %s", self.hash, reason)
 
-    # --- plans ---------------------------------------------------------------------------------
-
     def load_plan(self) -> str | None:
         """Return the plan that was saved for the same sizes; None if none can be used."""
         path = self._index.plans.get(self._plan_name)
@@ -228,8 +224,6 @@ class CompileCache:
         sets = [list(self.names), *known][:MAX_FORWARDS]
         content = {"version": VERSION, "traced_files": sets}
         write_atomic(self._pointer, json.dumps(content, indent=1).encode())
-
-    # --- pieces --------------------------------------------------------------------------------
 
     def find(self, key: str, compiler: str) -> str | None:
         """Return the artifact of a piece that this rank or, if it shares, another one compiled."""

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from compile.cache.disk import CorruptFileError, read_checked, write_atomic, write_checked
+from compile.cache.artifacts import CorruptFileError, read_checked, write_atomic, write_checked
 from compile.cache.inductor_private import (
     CHECK_BUILD,
     HEURISTICS,
@@ -55,10 +55,7 @@ _answers: dict[str, bool] = {}
 
 
 class InductorDirectory:
-    """A directory for Inductor. Invariant: losing its content costs builds and nothing else.
-
-    `probes` is the file of answers about vector instructions, in the directory by default.
-    """
+    """A directory for Inductor. Invariant: losing its content costs builds and nothing else."""
 
     def __init__(self, directory: Path, probes: Path | None = None) -> None:
         self.directory = directory
@@ -81,10 +78,7 @@ class InductorDirectory:
             yield loaded
 
     def collect(self, loaded: list[Path]) -> dict[str, bytes]:
-        """Return the content of loaded files, and of all tuned configurations in the directory.
-
-        Each is named by its place below the directory.
-        """
+        """Return loaded files, and all tuned configurations, by their place below the directory."""
         files = {}
         for path in [*loaded, *sorted(self.directory.glob(TUNED))]:
             if path.is_relative_to(self.directory):
@@ -129,20 +123,14 @@ def _noted_files(loaded: list[Path]) -> Iterator[None]:
         return make
 
     # Their arguments are (path, ...) and (key, path, ...).
-    with (
-        replaced(LOAD_LIBRARY, noting(0)),
-        replaced(LOAD_MODULE, noting(1)),
-    ):
+    with replaced(LOAD_LIBRARY, noting(0)), replaced(LOAD_MODULE, noting(1)):
         yield
 
 
 @contextmanager
 def _kept_tuning(directory: Path) -> Iterator[None]:
-    """Let loaded kernels look for their tuned configurations below `directory` and save them there.
-
-    A loaded kernel still names the directory in which it was compiled, which is gone, and Inductor
-    looks there before it does anything else with the kernel.
-    """
+    """Let loaded kernels look for their tuned configurations below `directory` and save them there:
+    they still name the directory in which they were compiled."""
 
     def recheck(original: Callable[..., None]) -> Callable[..., None]:
         def recheck_autotune_cache(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,15 +160,10 @@ def _rebind(kernel: Any, directory: Path) -> None:
     kernel.save_cache_hook = tuned and save
 
 
-# --- which vector instructions can be used ----------------------------------------------------
-
-
 @contextmanager
 def _remembered_probes(path: Path) -> Iterator[None]:
-    """Answer from `path` what was probed before; the cache's key names processor and compiler.
-
-    Inductor probes once in a process, so each answer is written into every directory.
-    """
+    """Answer from `path` what was probed before, once in a process for all directories; the cache's
+    key names processor and compiler."""
     known = _read_probes(path)
     _answers.update(known)
 

@@ -1,8 +1,5 @@
-"""The private names of Inductor that Lockstep depends on, each with its reason.
-
-No other file names them, but for what loads and saves a compiled piece (inductor.py) and traces a
-forward. All versions of torch that Lockstep allows have them.
-"""
+"""The private names of Inductor that Lockstep depends on, each with its reason. No other file names
+them, but for what loads and saves a compiled piece (inductor.py) and traces a forward."""
 
 from __future__ import annotations
 
@@ -142,10 +139,7 @@ def cleared_caches() -> Iterator[None]:
 
 
 def missing_kernels() -> int:
-    """Return how many kernels Inductor looked for and did not find in its artifact.
-
-    Only a difference across one order counts builds: loading an artifact adds to these numbers what
-    they grew by when it was compiled.
-    """
+    """Return how many kernels Inductor did not find in its artifact. Only a difference across one
+    order counts builds: loading an artifact adds what they grew by when it was compiled."""
     found = private("torch._dynamo.utils", "counters")["inductor"]
     return int(found["async_compile_cache_miss"] - found["async_compile_cache_hit"])

@@ -1,11 +1,5 @@
 """The key of compiled code: a list of named facts, each of which decides what is generated.
 
-1. `key_factors` gathers them: the machine, torch, Lockstep's own compiling code, the compiler, the
-   fields of the configuration that change code, and what the scope's owner adds.
-2. `traced_factor` adds the contents of the files that tracing went through, whose names a start
-   that has not traced yet takes from an earlier one.
-3. `hash_factors` makes the directory's name of it.
-
 A fact that is left out makes two different programs share code; one too many (a port, a rank, a
 path, the sizes that are captured) makes every start a cold one.
 """
@@ -51,10 +45,7 @@ HASH_DIGITS = 16
 
 
 def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[str, str]:
-    """Return what decides the code that is generated in `scope`, except for traced files.
-
-    `compiler` is its name, which `auto` is not; `compiler_hash` comes from its `compute_hash`.
-    """
+    """Return what decides the code that is generated in `scope`, except for traced files."""
     factors = {
         "lockstep": OWN_SOURCES,
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -99,14 +90,9 @@ OWN_SOURCES = sources_hash(Path(__file__).parents[1])
 """Of this package when it was imported: a file that is changed later does not run here."""
 
 
-# --- files that tracing went through ----------------------------------------------------------
-
-
 def traced_names(paths: Iterable[str]) -> list[str]:
-    """Return names of traced files that hold on another machine too: modules, else paths.
-
-    Code without a file (`<string>`, `<frozen os>`) and files that cannot be read are left out.
-    """
+    """Return names of traced files, as far as they can be read, that hold on another machine too:
+    modules, else paths."""
     modules: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
         if (path := getattr(module, "__file__", None)) and name not in MAIN_MODULES:
@@ -138,9 +124,6 @@ def _content_hash(path: str) -> str | None:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError):
         return None
-
-
-# --- the name, and what differs ---------------------------------------------------------------
 
 
 def hash_factors(factors: Mapping[str, str]) -> str:

@@ -7,8 +7,7 @@ For each piece and shape, in this order:
 3. The compiler, while a lock keeps other processes from doing the same work; then 2. again for
    them. Ranks that see other files have the same among them by an exchange.
 
-A failed load is logged with its reason, and the piece is compiled as if it had not been there. It
-is an error only in a warm start, which has no graph to compile.
+A failed load is logged with its reason; it is an error only where there is no graph to compile.
 """
 
 from __future__ import annotations
@@ -90,11 +89,8 @@ class CompilerManager:
     def open(
         cls, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
     ) -> CompilerManager | None:
-        """Return compilers and cache of the forward called `prefix`.
-
-        Before tracing `traced_files` is None: the answer is None unless an earlier start left a
-        forward that a warm start can use.
-        """
+        """Return compilers and cache of the forward called `prefix`; before tracing `traced_files`
+        is None, and the answer None unless an earlier start left what can be used."""
         cache = CompileCache.open(scope, prefix, traced_files)
         return None if traced_files is None and cache is None else cls(scope, cache)
 
@@ -110,9 +106,8 @@ class CompilerManager:
     ) -> Runnable:
         """Return what runs a piece for a shape: an equal one, a stored one or a new one.
 
-        `example_inputs` are symbolic, or of a fixed number of tokens; `index` is the place of the
-        piece among `num_graphs`; `key` names what the graph computes on symbolic inputs, and by it
-        `load` finds the piece for any shape.
+        `index` is the place of the piece among `num_graphs`; `key` names what the graph computes on
+        symbolic inputs, and by it `load` finds the piece for any shape.
         """
         piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key in self._runnables:
@@ -131,10 +126,7 @@ class CompilerManager:
         return found
 
     def load(self, key: str, *, index: int, shape: Shape, num_graphs: int) -> Runnable:
-        """Return a stored piece by what its graph computes, without the graph.
-
-        Raises CacheMissError if none can be used, so that the forward must be traced.
-        """
+        """Return a stored piece by what its graph computes; CacheMissError: none can be used."""
         piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key not in self._runnables:
             found = self._loaded(piece)
@@ -142,13 +134,6 @@ class CompilerManager:
                 raise CacheMissError(f"{piece}: wanted an artifact of key {piece.key}, found none")
             self._runnables[piece.key] = found
         return self._runnables[piece.key]
-
-    def options(self, shape: Shape) -> dict[str, Any]:
-        """Return the compiler's options for a shape; those of the configuration win."""
-        static = STATIC_OPTIONS if isinstance(shape, int) else {}
-        return {**UNCHECKED_OPTIONS, **static, **self._options}
-
-    # --- loading -------------------------------------------------------------------------------
 
     def _loaded(self, piece: _Piece) -> Runnable | None:
         """Return a stored piece; None, and the reason in the log, if there is none to use."""
@@ -173,8 +158,6 @@ class CompilerManager:
         if self.cache is None:
             return None
         return self.cache.find(piece.key, self.compiler.name)
-
-    # --- compiling -----------------------------------------------------------------------------
 
     def _fetched(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Return what a rank elsewhere has compiled; compile it here if none has."""
@@ -202,7 +185,8 @@ class CompilerManager:
         started = time.perf_counter()
         counter.num_backend_compilations += 1
         key = None if self.cache is None else piece.key
-        options = self.options(piece.shape)
+        static = STATIC_OPTIONS if isinstance(piece.shape, int) else {}
+        options: dict[str, Any] = {**UNCHECKED_OPTIONS, **static, **self._options}
         if self.compiler.name == EagerAdaptor.name:
             graph = copy.deepcopy(graph)
             self.passes.apply(graph)

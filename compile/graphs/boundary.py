@@ -1,9 +1,5 @@
-"""The boundary that a recording graph sees: calls of compiled pieces, and the tensors they carry.
-
-The inside of a compiled piece is out of a recorder's reach, so it records the call as a whole.
-Opaque ops need no mark, because a recorder sees them as ops. Tensors cross the boundary inside of
-tuples, lists and dicts.
-"""
+"""The boundary that a recording graph sees: calls of compiled pieces, whose inside is out of its
+reach, and the tensors they carry."""
 
 from __future__ import annotations
 

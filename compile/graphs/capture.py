@@ -1,16 +1,11 @@
-"""Capturing before a process serves, and the seal that ends it.
+"""Capturing before a process serves, in the same order on every rank, and the seal that ends it.
 
-Graphs are captured in the same order on every rank, and never again: a rank that captured in the
-middle of serving would leave its peers waiting in a collective.
-
-1. `graphs_to_capture` lists the graphs of a configuration.
-2. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
+1. `capture_trials` measures the two largest graphs of each mode before the KV cache takes what
+   memory is left, and `estimate_graph_bytes` adds up the rest.
+2. `graphs_to_capture` lists the graphs of a configuration.
+3. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
    their memory in the pool.
-3. `seal` ends it: from now on what compiles or captures is counted, named, and refused if strict.
-
-The memory of graphs must be known before the KV cache takes all that is left, and can only be
-measured. So `capture_trials` captures the two largest of each mode on a KV cache of one block, into
-pools that are dropped again, and `estimate_graph_bytes` adds up the rest.
+4. `seal` ends it: from now on what compiles or captures is counted, named, and refused if strict.
 """
 
 from __future__ import annotations
@@ -30,16 +25,13 @@ import torch
 from compile.config import CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
-from compile.graphs.errors import LateCapture, LateCompilation
+from compile.errors import LateCapture, LateCompilation
 from compile.graphs.pools import GraphPools
 
 logger = logging.getLogger(__name__)
 
 Graph = tuple[CUDAGraphMode, BatchDescriptor]
 """A captured graph by its runtime mode and its key."""
-
-
-# --- the window and the seal --------------------------------------------------------------------
 
 
 class _PerThread(threading.local):
@@ -119,15 +111,8 @@ def _warn_once(line: str) -> None:
         logger.warning(line)
 
 
-# --- what is captured ---------------------------------------------------------------------------
-
-
 def graphs_to_capture(config: CompilationConfig, max_num_seqs: int) -> list[Graph]:
-    """Return the graphs that a resolved configuration replays, in capture order.
-
-    Full graphs of decode steps have one token per sequence, those of mixed steps as many sequences
-    as their tokens and `max_num_seqs` allow, and piecewise graphs any number.
-    """
+    """Return the graphs that a resolved configuration replays, in capture order."""
     mode, sizes, full = config.graph_mode, config.capture_num_tokens or (), []
     if mode.decode_mode() is CUDAGraphMode.FULL:
         full += [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
@@ -147,11 +132,7 @@ def _order(graph: Graph) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class CaptureCase:
-    """One graph to capture.
-
-    `prepare` fills the static inputs for it and returns the context that its forward runs in:
-    num_tokens of num_seqs padded sequences, metadata from the attention backend's builder.
-    """
+    """One graph to capture. `prepare` fills the static inputs and returns its forward's context."""
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
@@ -184,9 +165,6 @@ class CaptureReport:
         return tuple(key.num_tokens for mode, key in self.captured if mode is piecewise)
 
 
-# --- the loop -----------------------------------------------------------------------------------
-
-
 def capture_all(
     cases: Iterable[CaptureCase],
     run: Callable[[CaptureCase], object],
@@ -202,8 +180,7 @@ def capture_all(
     """Capture every case, the same on all ranks, largest first, and report.
 
     Args:
-        run: the forward on the inputs that a case prepared; its output is dropped.
-        warmups: eager runs before a capture, by mode; see `warmups_of`.
+        warmups: eager runs before a capture, by mode.
         synchronize: waits for the device after each graph.
         fits_on_all_ranks: waits for the other ranks before each graph; whether it fits on all.
         progress: called with (graphs done, graphs in all), on rank 0 alone.
@@ -252,10 +229,9 @@ def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Collect now and not inside: a finalizer there may undo a capture. Restores what was on.
+    """Collect now and not inside: a finalizer there may undo a capture.
 
-    What exists now is set aside, so that the collections that wrappers ask for look only at the
-    rest; otherwise each would take a hundred milliseconds.
+    What exists now is set aside; otherwise each collection inside would take 100 ms.
     """
     was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
@@ -281,9 +257,7 @@ def _capture(
 ) -> None:
     """Run a case eagerly, then once as the step that it is captured for.
 
-    Args:
-        is_first: of its mode, and so the largest: what its warm-ups took is released before it
-            fills the pool. Those of smaller ones find their memory in the allocator's cache.
+    What the warm-ups of a mode's first and largest case took is released before it fills the pool.
     """
     context = case.prepare()
     eager = replace(context, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
@@ -309,8 +283,7 @@ MIN_GRAPH_BYTES = 1 << 20
 class CaptureTrial:
     """What the largest graphs of a mode took when they were captured for trial.
 
-    Invariant: `sizes` are the token counts of all graphs of the mode, descending; `second_bytes`
-    is 0 if there is only one.
+    Invariant: `sizes` are the token counts of all graphs of the mode, descending.
     """
 
     sizes: tuple[int, ...]
@@ -327,9 +300,9 @@ def capture_trials(
     synchronize: Callable[[], None],
     used_bytes: Callable[[], int],
 ) -> list[CaptureTrial]:
-    """Capture the two largest graphs of each mode, measure by `used_bytes`, and forget them.
+    """Capture the two largest graphs of each mode, measure them, and forget them.
 
-    All ranks of a group call it with the same cases, those of a mode side by side, largest first.
+    `cases`: the same on all ranks, those of a mode side by side, largest first.
     """
     trials = []
     for _, same_mode in groupby(cases, key=lambda case: case.mode):
@@ -347,8 +320,7 @@ def estimate_graph_bytes(trials: Iterable[CaptureTrial], *, policy: PoolPolicy =
     """Return the memory to reserve for graphs before the rest goes to the KV cache.
 
     In a shared pool the largest graph of any mode pays for tensors, and each further one for
-    itself alone, which the second one shows (vLLM). Separate pools hold tensors for each size,
-    in proportion to it.
+    itself alone, which the second one shows (vLLM). Separate pools grow with each size.
     """
     held = [trial for trial in trials if trial.sizes]
     further = sum((len(t.sizes) - 1) * max(t.second_bytes, MIN_GRAPH_BYTES) for t in held)

@@ -1,8 +1,4 @@
-"""Step graphs on a GPU: CUDA graphs in a private memory pool.
-
-A capture runs nothing, so a captured graph is replayed once before its outputs are returned: a step
-then behaves the same on every device.
-"""
+"""Step graphs on a GPU: CUDA graphs in a private memory pool."""
 
 from __future__ import annotations
 
@@ -14,19 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from compile.errors import ReplayError
 from compile.graphs.boundary import map_tensors
-from compile.graphs.errors import ReplayError
 
 T = TypeVar("T")
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all pools of a device capture on.
-
-    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), permanently
-    and in the pool of that capture.
-    """
+    """Return the stream that all pools of a device capture on: for each, cuBLAS keeps a workspace
+    (32 MiB on Hopper)."""
     return torch.cuda.Stream(device)
 
 
@@ -57,10 +50,7 @@ class CudaGraphPool:
         return map_tensors(lambda t: alias(t) if t.is_cuda else t, value)
 
     def capture_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, or one for captures if that is the default.
-
-        The default stream cannot be captured, and memory is reused on the stream that freed it.
-        """
+        """Return the current stream, or if that is the default, which cannot capture, another."""
         current = torch.cuda.current_stream(self.device)
         if current != torch.cuda.default_stream(self.device):
             return current
@@ -75,7 +65,7 @@ class CudaStepGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, fn: Callable[[], T]) -> T:
-        """Capture `fn`, replay it once and return its result."""
+        """Capture `fn`, which runs nothing, replay it once and return its result."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._pool.device)
         with torch.cuda.stream(self._pool.capture_stream()):

@@ -1,8 +1,4 @@
-"""Step graphs: a step is captured once and replayed from fixed addresses, on CPU or on a GPU.
-
-Everything around a graph (keys, padding, pools, lockstep, wrapper, seal) is shared code that knows
-the two protocols below and not which device it is on.
-"""
+"""Step graphs: a step is captured once and replayed from fixed addresses, on CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -14,19 +10,16 @@ import torch
 
 from compile.config import PoolPolicy
 from compile.context import BatchDescriptor
+from compile.errors import CaptureError
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
 from compile.graphs.cuda import CudaGraphPool, CudaStepGraph
-from compile.graphs.errors import CaptureError
 
 T = TypeVar("T")
 
 
 class StepGraph(Protocol):
-    """A step that can be repeated.
-
-    Invariant: a replay reads and writes the addresses of the capture, and owns none of them.
-    """
+    """A step that can be repeated. Invariant: a replay owns none of the addresses that it uses."""
 
     def capture(self, fn: Callable[[], T]) -> T:
         """Run `fn`, in effect once, and keep it; return its result."""
@@ -46,10 +39,9 @@ class GraphPool(Protocol):
         """Free what only garbage holds; called before a capture, never inside one."""
 
     def release_cache(self) -> None:
-        """Give the device what its allocator keeps and nothing uses.
+        """Give the device what its allocator keeps and nothing uses, which a capture cannot take.
 
-        Memory that eager runs have left cannot be taken inside of a capture. Allocating it anew
-        waits for the device, so this is not for every graph.
+        Allocating it anew waits for the device, so this is not for every graph.
         """
 
     def weak_ref(self, value: Any) -> Any:
@@ -74,11 +66,8 @@ def new_step_graph(pool: GraphPool) -> StepGraph:
 
 
 class GraphPools:
-    """The pools of a process: one for all graphs, or one for each padded number of tokens.
-
-    A shared one is as large as the largest graph. Separate ones cost their sum, and no graph can
-    overwrite what a graph of another size left.
-    """
+    """The pools of a process: one for all graphs, as large as the largest, or one for each padded
+    number of tokens."""
 
     def __init__(self, new_pool: Callable[[], GraphPool], *, policy: PoolPolicy = "shared") -> None:
         self._new_pool = new_pool

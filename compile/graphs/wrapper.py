@@ -1,8 +1,5 @@
 """Around a forward, or a piece of one: capture it, replay it, or just call it.
 
-A wrapper acts only in steps of its own mode. So a FULL one can wrap a model whose pieces have
-PIECEWISE ones, and the mode of the step selects which of them acts.
-
 1. The step's mode is another one: the runnable is called.
 2. Its key is known: addresses are compared, the graph is replayed, its output returned.
 3. In a capture window the call is captured: each piece when the forward reaches it.
@@ -11,9 +8,6 @@ PIECEWISE ones, and the mode of the step selects which of them acts.
 
 Only the arguments' addresses are compared. A FULL graph also reads block tables, slot mapping and
 KV caches by the forward context; who allocates those keeps them in place.
-
-An eager op between two captured pieces that returns a new tensor would hand the next piece another
-address in every step, so `StableOutputs` copies its outputs to a fixed one.
 """
 
 from __future__ import annotations
@@ -27,9 +21,9 @@ import torch
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, get_forward_context
 from compile.counters import counter
+from compile.errors import CaptureError, ReplayError
 from compile.graphs.boundary import map_tensors, tensors_of
 from compile.graphs.capture import is_in_capture_window, note_late_capture
-from compile.graphs.errors import CaptureError, ReplayError
 from compile.graphs.pools import GraphPools, StepGraph, new_step_graph
 
 
@@ -46,8 +40,8 @@ class _Entry:
 class CUDAGraphWrapper:
     """Captures and replays a runnable, once per key: the forward context's batch descriptor.
 
-    Nothing is copied. The caller puts inputs where they were at the capture, and reads an output
-    before another graph of the pool runs. Only the capturing call's output keeps its memory.
+    The caller puts inputs where they were at the capture, and reads an output before another graph
+    of the pool runs.
     """
 
     def __init__(
@@ -60,8 +54,7 @@ class CUDAGraphWrapper:
     ) -> None:
         """Wrap `runnable`, to be captured and replayed in steps of `mode`: PIECEWISE or FULL.
 
-        With `trims_pool` garbage is collected before a capture, so that the pool can reuse what it
-        holds. One wrapper of a forward is enough: collecting takes longer than a capture.
+        With `trims_pool` garbage is collected before a capture, which takes longer than that.
         """
         assert mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL), mode
         self.runnable = runnable
@@ -139,10 +132,9 @@ def wrap_forward(
 
 
 class StableOutputs:
-    """Calls an op and copies what it returns into a slot of the step's key.
+    """Calls an op between captured pieces and copies what it returns to where the next reads it.
 
     Invariant: a key's slots are made while graphs are captured and live as long as this object.
-    Outside of piecewise steps, and for keys that were not captured, outputs are passed on.
     """
 
     def __init__(self, runnable: Callable[..., Any]) -> None:

@@ -1,13 +1,7 @@
-"""Fuse a residual's addition and the RMSNorm behind it into one op.
+"""Fuse a residual's addition and the RMSNorm behind it, in torch functions or as an op, into one op
+`fused_add_rms_norm`, which returns the norm of the sum, and the sum.
 
-1. Find a norm as models write it, in torch functions or as the op `lockstep::rms_norm`, whose
-   input is the sum of two tensors of one shape and dtype.
-2. `fused_add_rms_norm(x, residual, weight, eps)` takes the sum's place; it returns the norm of the
-   sum, and the sum, which the next residual needs.
-
-The op is registered here with torch functions as its implementation, and a faster one can be
-registered under the same name for its device. So a rewritten graph also runs without a kernel.
-
+It is registered here with torch functions, so a rewritten graph also runs without a kernel.
 Shapes: E hidden size.
 """
 
@@ -56,8 +50,6 @@ NORMS = (
 
 
 class FuseAddRMSNorm:
-    """The pass."""
-
     name = "fuse_add_rms_norm"
 
     def uuid(self) -> str:

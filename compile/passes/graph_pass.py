@@ -1,11 +1,7 @@
 """What a graph pass is, and what it is written with: patterns of operations in one spelling.
 
-*Spelling.* Dynamo writes what the model wrote: `a + b`, `torch.add(a, b)`, `a.add(b)`. ATen has one
-op for all three, and Inductor's decompositions have their own. A pass that asks `operation` sees
-one graph.
-
-*Patterns* are written down and not traced, and a scalar in one is a wildcard. A traced
-pattern holds the scalars of its trace, so each epsilon would need one.
+Dynamo writes `a + b`, `torch.add(a, b)` or `a.add(b)` as the model did; ATen has one op for all
+three. Patterns are not traced: a traced one holds its scalars, so each epsilon would need its own.
 
     Op("mul", (Bind("weight"), Op("add", (Bind("x"), Scalar("eps")))))
 
@@ -28,11 +24,7 @@ from torch.fx import Node
 
 
 class GraphPass(Protocol):
-    """Rewrites a graph in place.
-
-    Invariant: a pass understands a graph as Dynamo traces it and one of ATen ops alike, and leaves
-    alone what it does not understand. Values stay what they were, up to rounding.
-    """
+    """Rewrites a graph, Dynamo's or of ATen ops, in place. Invariant: values stay as they were."""
 
     @property
     def name(self) -> str:

@@ -1,8 +1,5 @@
-"""`PassManager`: the configured passes, run in order on every graph that is compiled.
-
-The same object runs inside Inductor, on its graph of ATen ops, and on a graph as Dynamo traced it
-if Inductor is not used. Its `uuid` belongs in every cache key.
-"""
+"""`PassManager`: the configured passes, run in order on every graph, inside Inductor or without it.
+Its `uuid` belongs in every cache key."""
 
 from __future__ import annotations
 
@@ -68,11 +65,7 @@ class PassManager:
 
 
 def _for_inductor(passes: PassManager) -> Any:
-    """Return the passes as Inductor takes them: on its graph of ATen ops, ahead of its own.
-
-    After those a residual's addition may have become part of the product before it (`addmm`), as it
-    does on a GPU, and on CPUs whose weights stay plain.
-    """
+    """Return the passes as Inductor takes them: ahead of its own, which may take additions away."""
     # Importing Inductor takes a second that a process without it need not spend.
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

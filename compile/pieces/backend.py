@@ -84,11 +84,8 @@ def splitting_ops(config: CompilationConfig) -> tuple[str, ...]:
 
 
 class PiecewiseCompiler:
-    """Compiles one graph of one module, once.
-
-    Invariant: after the call `split_gm` runs the compiled pieces by its stitching graph, which is
-    the oracle of the written function.
-    """
+    """Compiles one graph of one module, once. Invariant: afterwards `split_gm` runs the compiled
+    pieces by its stitching graph."""
 
     def __init__(self, scope: CompileScope, prefix: str, traced_files: Sequence[str] = ()) -> None:
         """Prepare to compile the forward called `prefix`, traced from these files."""
@@ -147,8 +144,6 @@ class PiecewiseCompiler:
             how = "eager" if item.is_splitting else "compiled"
             logger.debug("%s: %s, %d nodes", item.name, how, len(item.graph.graph.nodes))
 
-    # --- what readers and later starts get ---
-
     def report(self, trace: Trace) -> CompileReport:
         assert self.manager is not None
         keeps_guards = self.scope.config.evaluate_guards
@@ -185,11 +180,8 @@ class PiecewiseCompiler:
         self.write_readable(REPORT, report.to_json)
 
     def write_readable(self, name: str, text: Callable[[], str]) -> None:
-        """Write a file for readers next to the cache's plan and into the dump path.
-
-        Without either `text` is not called. Nothing depends on these files, so one that cannot be
-        written is a warning.
-        """
+        """Write a file for readers next to the cache's plan and into the dump path, if there are
+        any. Nothing depends on it, so one that cannot be written is a warning."""
         directories = []
         if self.manager is not None and self.manager.cache is not None:
             directories.append(self.manager.cache.directory)
@@ -209,11 +201,7 @@ class PiecewiseCompiler:
     def plan(
         self, module: nn.Module, trace: Trace, dims: Mapping[str, tuple[int, ...]]
     ) -> ForwardPlan:
-        """Write down how the forward runs, for this process and later ones.
-
-        `module` holds the weights, `dims` has the dimensions of tokens of the arguments. Raises
-        PlanError if an input of the graph is no argument and no tensor of the module.
-        """
+        """Write down how the forward runs; `dims` has the dimensions of tokens of the arguments."""
         given = {name: value for name, value in trace.arguments.items() if value is not None}
         inputs = sources_of(trace.inputs, module, given, dims)
         assert trace.returns is not None
@@ -256,11 +244,8 @@ def readable(graph: fx.GraphModule) -> str:
 
 
 class PiecewiseCompileInterpreter(fx.Interpreter):
-    """Runs the stitching graph on fake tensors and compiles each piece where it is called.
-
-    No kernel runs: fake tensors carry shapes alone. The fake mode is on while a piece's graph is
-    run and off while it is compiled, because a compiler may time kernels on real tensors.
-    """
+    """Runs the stitching graph on fake tensors and compiles each piece where it is called, with the
+    fake mode off: a compiler may time kernels on real tensors."""
 
     def __init__(self, compiler: PiecewiseCompiler) -> None:
         super().__init__(compiler.split_gm)
@@ -282,11 +267,8 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         return outputs
 
     def _compile(self, item: SplitItem, example_inputs: list[Any]) -> None:
-        """Compile one piece, wrap it, and put it in the place of its graph.
-
-        `__dict__` wins over the registered submodule, which stays where `state_dict` and
-        `named_children` look for it.
-        """
+        """Compile one piece, wrap it, and put it in the place of its graph: `__dict__` wins over
+        the registered submodule."""
         compiler, index = self._compiler, self._indices[item.name]
         backend = PiecewiseBackend(
             index=index,

@@ -72,10 +72,7 @@ class CompiledForward(nn.Module):
             self.compiled_forward.prepare(self, args, kwargs)
 
     def loading(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Load what an earlier process compiled for calls like this one, a piece at a time.
-
-        Afterwards `is_compiled` says whether there was anything to load.
-        """
+        """Load what an earlier process compiled for calls like this one, a piece at a time."""
         if self.compiled_forward is not None:
             yield from self.compiled_forward.loading(self, args, kwargs)
 
@@ -96,9 +93,6 @@ def support_torch_compile(
 
     `dynamic_arg_dims` has for each argument its dimensions of tokens, counted from the end if
     negative; by default the first of every argument annotated as a tensor.
-
-    Raises TypeError if the class or a base is decorated already, and ValueError if no argument has
-    such dimensions or the forward lacks one that is named.
     """
     if cls is None:
         return lambda decorated: support_torch_compile(decorated, dynamic_arg_dims=dynamic_arg_dims)
@@ -148,16 +142,10 @@ def _is_tensor(hint: Any) -> bool:
 
 
 class TracedForward:
-    """The compiled forward of one module.
-
-    Invariant: `plan` and the function are set together, by the first call that can trace.
-    """
+    """The compiled forward of one module. Invariant: `plan` and the function are set together."""
 
     def __init__(
-        self,
-        scope: CompileScope,
-        parameters: Sequence[str],
-        dims: Mapping[str, tuple[int, ...]],
+        self, scope: CompileScope, parameters: Sequence[str], dims: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Prepare to compile a forward; `dims` has the dimensions of tokens of some arguments."""
         self.plan: ForwardPlan | None = None
@@ -185,8 +173,6 @@ class TracedForward:
     @property
     def is_bound(self) -> bool:
         return self._run is not None
-
-    # --- the first call ---
 
     def loading(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,10 +225,7 @@ class TracedForward:
         return self._run
 
     def _token_dims(self, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return each tensor's dimensions of tokens, counted from the front.
-
-        Raises ForwardError if they differ in size, or nothing has one.
-        """
+        """Return each tensor's dimensions of tokens, counted from the front, all of one size."""
         dims: dict[str, tuple[int, ...]] = {}
         sizes: dict[str, int] = {}
         for name, wanted in self._dims.items():
@@ -309,19 +292,13 @@ class TracedForward:
                 "%s: traced for %s alone, as %s asked", self.tag, guard.expression, guard.where
             )
 
-    # --- every call ---
-
     def _bind(self, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]) -> None:
         run = bind(self._scope, plan, module, pieces)
         self.plan = plan
         self._keep(run, plan.arguments, plan.absent, plan.guards)
 
     def _keep(
-        self,
-        run: Runnable,
-        names: Iterable[str],
-        absent: Iterable[str],
-        guards: Sequence[Guard],
+        self, run: Runnable, names: Iterable[str], absent: Iterable[str], guards: Sequence[Guard]
     ) -> None:
         self._names, self._absent = tuple(names), tuple(absent)
         self._run = run
@@ -340,10 +317,7 @@ class TracedForward:
     def _in_order(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Return the tensors that the compiled forward takes.
-
-        Raises ForwardError if others are None than when it was traced.
-        """
+        """Return the tensors that the compiled forward takes; ForwardError: others were traced."""
         given = _arguments(module, args, kwargs)
         unexpected = [name for name in self._absent if given[name] is not None]
         missing = [n for n in self._names if given[n] is None] if self.plan is not None else []
@@ -357,10 +331,8 @@ class TracedForward:
 def _arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor | None]:
-    """Return the arguments of a forward by name, in the order of its signature.
-
-    Raises ForwardError if one is neither a tensor nor None; it would be taken for a constant.
-    """
+    """Return the arguments of a forward by name, in order; ForwardError: one is no tensor, and
+    would be taken for a constant."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     given = dict(list(bound.arguments.items())[1:])
@@ -372,11 +344,7 @@ def _arguments(
 
 
 def compile_as_is(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's forward as Dynamo traces it: one graph, guards and all, nothing generated.
-
-    The first dimension of its tensor arguments is symbolic, so that steps of all sizes share the
-    graph. A graph break raises GraphBreakError.
-    """
+    """Return a module's forward as Dynamo traces it: one graph, guards and all, as written."""
     from compile.pieces.dynamo import traced_as_is
 
     return traced_as_is(module, dynamic_dims(type(module), None))

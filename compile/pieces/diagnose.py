@@ -1,11 +1,7 @@
-"""Say why a forward is not one graph, where, and what to write instead.
+"""Say why a forward is not one graph, or not one for all sizes, where, and what to write instead.
 
-A message names the call, its file and line, and a remedy. Reading a value of a tensor is refused
-here even if torch can trace it, because each read waits for the device, in the middle of what is to
-be captured.
-
-A forward's source is searched for what would be traced again for other sizes, before anything is
-traced: what is written there, and not what it calls. Counting graphs finds the rest.
+Reading a value of a tensor is refused here even if torch can trace it, because each read waits for
+the device, in the middle of what is to be captured.
 """
 
 from __future__ import annotations
@@ -106,9 +102,6 @@ class TraceError(RuntimeError):
     """A forward was traced, but cannot be run from what was traced."""
 
 
-# --- breaks -----------------------------------------------------------------------------------
-
-
 def explained(error: Exception, forward: MethodType) -> GraphBreakError | None:
     """Say in one line what Dynamo broke on; None for errors of other kinds."""
     if type(error).__name__ not in _BREAKS:
@@ -177,14 +170,8 @@ def traced_at(node: fx.Node) -> tuple[str, str]:
     return f"{frame.filename}:{frame.lineno}", _source(frame)
 
 
-# --- the token dimension ----------------------------------------------------------------------
-
-
 def find_token_symbol(graph: fx.GraphModule) -> torch.SymInt:
-    """Return the size of `input_ids`, by which the whole forward is sized.
-
-    Raises SpecialisedError if tracing took it for a constant, GraphBreakError if it is no input.
-    """
+    """Return the size of `input_ids`; SpecialisedError: tracing took it for a constant."""
     for node in placeholders(graph):
         value = example_value(node)
         if node.name.strip("_").removeprefix("l_") == TOKEN_ARGUMENT and value is not None:
@@ -209,10 +196,7 @@ def _specialised_at(value: Any) -> str:
 
 
 def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
-    """Make all symbolic sizes of the graph's inputs the one of `input_ids`.
-
-    Dynamo gives each argument a symbol of its own; the caller checked that the sizes are equal.
-    """
+    """Make all symbolic sizes of the graph's inputs, which the caller checked are equal, one."""
     first = None
     for node in placeholders(graph):
         value = example_value(node)
@@ -227,10 +211,7 @@ def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
 
 
 def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
-    """Return the conditions on the number of tokens under which the graph was traced.
-
-    That of BACKED symbols, two tokens or more, is part of the symbol and not among these.
-    """
+    """Return the conditions on the number of tokens, beyond the symbol's own, of the trace."""
     from torch.utils._sympy.printers import PythonPrinter
 
     env, own = symbol.node.shape_env, symbol.node.expr
@@ -244,14 +225,9 @@ def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
     return tuple(dict.fromkeys(found))
 
 
-# --- loops ------------------------------------------------------------------------------------
-
-
 def warn_unrolled(graph: fx.GraphModule) -> None:
-    """Warn once for each line that one module repeats more than MAX_UNROLLED times.
-
-    A loop over child modules is not counted: the children's nodes lie between its rounds.
-    """
+    """Warn once for each line that one module repeats more than MAX_UNROLLED times, without nodes
+    of child modules between its rounds."""
     times: Counter[tuple[str, str, str]] = Counter()
     rounds: dict[tuple[str, str, str], int] = {}
     num_child_nodes: Counter[str] = Counter()
@@ -282,12 +258,8 @@ def warn_unrolled(graph: fx.GraphModule) -> None:
 
 
 def recompile_hazards(function: Callable[..., Any]) -> list[str]:
-    """Return what in a function's source makes one graph for each value of an integer.
-
-    Three patterns, each as `FILE:LINE: wanted ..., found ...`: `bit_length`, `min` or `max` of one
-    list, and a branch or loop on a size. Ops make no such graphs: `direct_register_custom_op` makes
-    their integers symbolic.
-    """
+    """Return what in a function's source makes one graph for each value of an integer, each as
+    `FILE:LINE: wanted ..., found ...`."""
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError:

@@ -1,11 +1,8 @@
-"""Run Dynamo over a forward once, and take note of what can be learned only while it runs.
+"""Run Dynamo over a forward once. Its private names are used in this file alone.
 
-Tracing computes nothing. The forward's graph is handed to a backend; the code that Dynamo wrote
-around it then runs with placeholders for the graph's outputs, which shows what the forward returns.
-So a rank that traces and a rank that finds a plan in its cache run their first forward equally
-often, and collectives inside it meet.
-
-Dynamo's private names are used in this file alone.
+Tracing computes nothing: the code that Dynamo wrote around the graph runs with placeholders for its
+outputs. So ranks that trace and ranks that find a plan run their first forward equally often, and
+collectives inside it meet.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from torch.fx.experimental import _config
 
 from compile.config import CompilationConfig, CUDAGraphMode, DynamicShapes
 from compile.counters import counter
+from compile.errors import LateCompilation
 from compile.graphs.capture import note_late_compile
-from compile.graphs.errors import LateCompilation
 from compile.pieces.backend import PiecewiseCompiler
 from compile.pieces.diagnose import TraceError, explained
 from compile.pieces.stitch import Structure
@@ -51,12 +48,8 @@ _MUTATING_METHOD = re.compile(
 
 @dataclass
 class Trace:
-    """What tracing a forward found out.
-
-    Invariant: `code` is Dynamo's, which fetches the graph's inputs, calls the graph and builds
-    the result; `returns` says which of the graph's outputs that is. If the code has side effects,
-    `returns` is None and nothing but the code itself, as `run`, can run the forward.
-    """
+    """What tracing a forward found out. Invariant: if Dynamo's code, around the graph, has side
+    effects, `returns` is None and nothing but that code, as `run`, can run the forward."""
 
     files: list[str]
     code: CodeType
@@ -91,11 +84,9 @@ def trace_once(
 ) -> Trace:
     """Trace `forward` with these arguments, whose dimensions `dims` stay symbolic, and compile it.
 
-    Dynamo keeps nothing of it: another instance of the class traces for itself. `new_compiler` gets
-    the files, which are known when the graph is.
-
-    Raises GraphBreakError if the forward is not one graph, TraceError if it returns what its graph
-    does not compute, or changes Python state while graphs are on.
+    `new_compiler` gets the files, which are known when the graph is. Raises GraphBreakError if the
+    forward is not one graph, TraceError if it returns what its graph does not compute, or changes
+    Python state while graphs are on.
     """
     started, mode = time.perf_counter(), config.dynamic_shapes
     with _lock, _settings(mode):

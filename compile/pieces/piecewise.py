@@ -1,9 +1,5 @@
-"""`PiecewiseBackend`: one piece of a forward, with an artifact for each shape it was compiled for.
-
-Which artifact runs follows from the padded number of tokens alone: the one for exactly that number,
-else the one whose range holds it, else the general one. The choice is looked up, never computed
-twice, and no guard is evaluated.
-"""
+"""`PiecewiseBackend`: one piece of a forward, with an artifact for each shape it was compiled for:
+for exactly this number of tokens, else for a range that holds it, else the general one."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PieceShapes:
-    """What each piece is compiled for besides the general shape.
-
-    Invariant: ranges ascend and do not overlap.
-    """
+    """What each piece is compiled for besides the general shape."""
 
     sizes: tuple[int, ...] = ()
     ranges: tuple[tuple[int, int], ...] = ()
@@ -61,11 +54,8 @@ class TokenSource(NamedTuple):
 
 
 class PiecewiseBackend:
-    """Runs one piece with the artifact for the number of tokens at hand.
-
-    Invariant: every count has an artifact before the first call. `key` names the piece by what it
-    computes, `index` by its place.
-    """
+    """Runs one piece. Invariant: every count has an artifact before the first call. `key` names the
+    piece by what it computes, `index` by its place."""
 
     def __init__(
         self,
@@ -187,11 +177,7 @@ def _sized(value: Any, values: Mapping[Any, int]) -> Any:
     stride = [_number(step, values) for step in value.stride()]
     with value.fake_mode:
         return torch.empty_strided(
-            shape,
-            stride,
-            dtype=value.dtype,
-            device=value.device,
-            requires_grad=value.requires_grad,
+            shape, stride, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
         )
 
 

@@ -1,9 +1,5 @@
-"""`ForwardPlan`: what tracing a forward found out, as plain data that a later process can bind.
-
-A plan holds no tensor and no graph. It says how each input of the graph is found on the module or
-among the arguments, which pieces there are, and the text of the function that runs them. `bind`
-needs neither Dynamo nor a compiler, and imports neither.
-"""
+"""`ForwardPlan`: what tracing a forward found out, as plain data that a later process can bind
+without importing Dynamo or a compiler."""
 
 from __future__ import annotations
 
@@ -130,10 +126,8 @@ def bind(
     """Return the planned forward of `module` as a function of the plan's arguments.
 
     Weights are looked up here and never again: assigning a new tensor to an attribute later is
-    not seen, writing into the tensor is. `pieces` run each compiled piece, by its name in the plan.
-
-    Raises PlanError if the module lacks a tensor or it is laid out differently, and StitchError if
-    an op is not registered.
+    not seen, writing into the tensor is. Raises PlanError if the module lacks a tensor or it is
+    laid out differently, and StitchError if an op is not registered.
     """
     config = scope.config
     has_graphs = config.graph_mode.requires_piecewise_compilation()
@@ -187,13 +181,8 @@ def sources_of(
 ) -> list[BoundInput]:
     """Return for each input of a graph where later calls find it, by the identity of the object.
 
-    Args:
-        inputs: what Dynamo's code passed to the graph, by the graph's own name of it.
-        given: the arguments of the forward that were traced with.
-        dims: the dimensions of tokens of some of them, counted from the front.
-
-    Raises PlanError if an input is none of an argument, its number of tokens, and a tensor of
-    `module` or of a module below it.
+    `inputs` has what Dynamo's code passed to the graph, `dims` the dimensions of tokens of the
+    arguments in `given`.
     """
     arguments = {id(value): name for name, value in given.items()}
     weights = {id(tensor): path for path, tensor in _tensors(module)}
@@ -233,10 +222,7 @@ def wrapped(scope: CompileScope, piece: Runnable, index: int) -> Runnable:
 def load_pieces(
     scope: CompileScope, manager: CompilerManager, plan: ForwardPlan
 ) -> Generator[None, None, dict[str, Runnable]]:
-    """Load every artifact of a plan, and pause after each; return the pieces by name.
-
-    Raises what the manager raises if an artifact is missing or cannot be used.
-    """
+    """Load every artifact of a plan, and pause after each; return the pieces by name."""
     shapes, loaded = PieceShapes.of(scope.config), {}
     for piece in plan.pieces:
         runnables = {}

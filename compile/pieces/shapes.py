@@ -1,9 +1,4 @@
-"""Arithmetic on sizes that may be symbolic while a forward is traced.
-
-A traced graph serves every size only if no Python integer is asked for its bits, its order or
-its truth. What is here asks for none of that, so it gives one graph for all values; on plain
-integers it computes the same.
-"""
+"""Arithmetic on sizes that may be symbolic while a forward is traced."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Split a traced forward at its splitting ops, and name equal pieces equally.
+"""Split a traced forward at its splitting ops, which run eagerly, and name equal pieces equally.
 
-What is cut out runs eagerly, and what is left between runs compiled. The root of the result only
-calls pieces in their old order and hands values on. Every piece returns a tuple, because a freshly
-compiled piece and one that was loaded disagree about bare outputs.
-
-`check_pieces` holds the pieces to what captured graphs rely on: they read and write fixed addresses
-at sizes that follow from the number of tokens. Each rule keeps out what would change either.
+Every piece returns a tuple, because a freshly compiled piece and one that was loaded disagree about
+bare outputs.
 """
 
 from __future__ import annotations
@@ -58,9 +54,8 @@ def split_graph(
     """Cut `graph` before and after each run of splitting ops; return the root, and its pieces by
     ascending index. FieldError: a name of `splitting_ops` is no registered op.
 
-    Splitting ops that follow one another share one piece. Elements of a tuple stay with the op
-    that returns it, so neither tuples nor a `torch.Size` pass between pieces. Memory reserved
-    between two splitting ops is reserved by the compiled piece before them.
+    Neither tuples nor a `torch.Size` pass between pieces. Memory reserved between two splitting ops
+    is reserved by the compiled piece before them.
     """
     names = look_up_ops(splitting_ops)
     _spell_sizes_out(graph)
@@ -77,14 +72,8 @@ def split_graph(
     return root, sorted(items, key=lambda item: item.index)
 
 
-# --- which op splits --------------------------------------------------------------------------
-
-
 def look_up_ops(names: Sequence[str]) -> set[str]:
-    """Return ops as torch prints them; FieldError: one does not exist.
-
-    One of the defaults may be missing: a model without attention does not register it.
-    """
+    """Return ops as torch prints them; FieldError: one, that is no default, does not exist."""
     for name in names:
         if name not in DEFAULT_SPLITTING_OPS and find_op(name) is None:
             wanted = "names of registered ops such as lockstep::unified_attention_with_output"
@@ -108,9 +97,6 @@ def _spellings(target: Any) -> set[str]:
     if isinstance(target, torch._ops.OpOverload):
         return {str(target.overloadpacket), str(target).removesuffix(".default")}
     return set()
-
-
-# --- which node goes where --------------------------------------------------------------------
 
 
 def _partition(graph: fx.Graph, splitting: set[str]) -> tuple[dict[fx.Node, int], set[int]]:
@@ -176,9 +162,6 @@ def _is_element_of_tuple(node: fx.Node) -> bool:
     if value is None:
         return isinstance(node.args[1], int) and node.args[0].op != "placeholder"
     return isinstance(value, tuple | list)
-
-
-# --- rewriting --------------------------------------------------------------------------------
 
 
 def _spell_sizes_out(graph: fx.GraphModule) -> None:
@@ -258,15 +241,9 @@ def _take_first(root: fx.GraphModule, call: fx.Node) -> None:
     call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
 
 
-# --- the key of a piece -----------------------------------------------------------------------
-
-
 def canonical_key(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-    """Return a digest that two pieces share exactly if one compiled artifact serves both.
-
-    Node names, source positions and the names of symbols do not count; ops, constants, order and
-    the inputs' dtypes, devices, shapes and strides do. Values of inputs do not: weights are inputs.
-    """
+    """Return a digest that two pieces share exactly if one compiled artifact serves both: of ops,
+    constants, order and the inputs' dtypes, devices, shapes and strides, without names."""
     text = "\n".join(_Canonical().lines(graph, example_inputs))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -343,11 +320,7 @@ class PieceInvariantError(ValueError):
 
 def check_pieces(items: Sequence[SplitItem], num_tokens: Any, *, captured: bool) -> None:
     """Check that nothing but the number of tokens is dynamic, and of pieces that become graphs that
-    attention returns nothing and that every compiled one gets a tensor with the token dimension.
-
-    Other splitting ops may return something, which is copied to where the graphs read it. Raises
-    PieceInvariantError, naming the piece and the value that breaks a rule.
-    """
+    attention returns nothing and that every compiled one gets a tensor with the token dimension."""
     for item in items:
         values = [example_value(node) for node in item.graph.graph.nodes if node.op != "output"]
         symbols = {s for value in values for s in _symbols(value)}

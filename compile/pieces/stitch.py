@@ -1,10 +1,6 @@
 """Write the Python function that runs the pieces of a forward one after another.
 
-The function is plain text with plain names, so it can be kept in a file, read by people and
-executed by a later process without any graph. Splitting ops stand in it as direct calls; a value is
-dropped after its last use, so that its memory can be reused.
-
-Such a text looks like this:
+A later process executes its text without any graph. A value is dropped after its last use.
 
     def make_forward(submod_0, unified_attention_with_output, submod_2, norm_weight):
         def forward(input_ids, positions):
@@ -101,14 +97,10 @@ def generate_execution_code(
     inputs: Sequence[BoundInput],
     returns: Structure,
 ) -> StitchCode:
-    """Write the stitching function of a split graph.
+    """Write the stitching function of a split graph, with these arguments as parameters.
 
-    Args:
-        arguments: parameters of the function.
-        inputs: how each input of the graph is obtained.
-        returns: what of the graph's output is returned.
-
-    Raises StitchError if a splitting op takes a constant that has no literal form.
+    `inputs` say how each input of the graph is obtained. Raises StitchError if a splitting op takes
+    a constant that has no literal form.
     """
     return _Writer(root, items).write(arguments, inputs, returns)
 
@@ -140,8 +132,6 @@ class _Writer:
         given = [*self.pieces, *self.ops, *self.weights]
         source = _function(given, parameters, [*body, f"return {text}"])
         return StitchCode(source, self.pieces, self.ops, self.weights)
-
-    # --- inputs and outputs ---
 
     def _bind_inputs(self, arguments: Sequence[str], inputs: Sequence[BoundInput]) -> list[str]:
         parameters = [self._names.fresh(name) for name in arguments]
@@ -175,8 +165,6 @@ class _Writer:
         if isinstance(returns, int):
             return self._literal(outputs[returns])
         return "(" + "".join(f"{self._returned(outputs, part)}, " for part in returns) + ")"
-
-    # --- calls ---
 
     def _call(self, node: fx.Node, item: SplitItem) -> None:
         if item.is_splitting:
@@ -283,9 +271,6 @@ def _name_of(target: Any) -> str:
     raise StitchError(f"splitting piece: wanted calls of torch ops, found {target!r}")
 
 
-# --- from text to a function ------------------------------------------------------------------
-
-
 def bind_ops(
     ops: Mapping[str, str], kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> dict[str, Callable[..., Any]]:
@@ -312,9 +297,6 @@ def compile_execution_fn(source: str, values: Mapping[str, Any]) -> Callable[...
     return forward
 
 
-# --- the copy layer ---------------------------------------------------------------------------
-
-
 class CopyError(ValueError):
     """More tokens came than the static buffers hold."""
 
@@ -322,9 +304,8 @@ class CopyError(ValueError):
 def make_copy_and_call(
     call: Callable[..., Any], dims: Sequence[tuple[int, ...]], max_num_tokens: int | None
 ) -> Callable[..., Any]:
-    """Return `call` behind a layer that gives its inputs fixed addresses.
+    """Return `call` behind a layer that gives arguments with dimensions of tokens fixed addresses.
 
-    `dims` has for each argument its dimensions of tokens; one without any is handed on as it is.
     Buffers hold `max_num_tokens`, or as many as the first call has; CopyError for more.
     """
     buffers: dict[int, torch.Tensor] = {}

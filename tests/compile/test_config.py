@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile.config import (
-    FIELDS,
-    CompilationConfig,
-    CompilationLevel,
-    CUDAGraphMode,
-    DynamicShapes,
-)
+from compile.config import FIELDS, CompilationConfig, CompilationLevel, CUDAGraphMode, DynamicShapes
 from compile.errors import FieldError
 
 MODES = list(CUDAGraphMode)
@@ -108,7 +102,10 @@ BAD = {
     "debug_dump_path": (None, 1),
     "cache_dir": (b"/tmp", False),
     "compiler": ("gcc", None, 1),
-    "compile_ranges": ([1, 8], [[1]], [[8, 1]], [[0, 4]], [[1, 8], [8, 16]], 4, [[1, 2, 3]]),
+    "compile_ranges": (
+        *([1, 8], [[1]], [[8, 1]], [[0, 4]], [[1, 8], [8, 16]], 4, [[1, 2, 3]]),
+        *([[1, 8], [20, 30], pair] for pair in ([1, 1], [5, 9], [8, 8], [1, 20])),
+    ),
     "compile_lazily": ("yes",),
     "dynamic_shapes": ("static", None),
     "evaluate_guards": (1,),
@@ -128,7 +125,7 @@ BAD = {
 }
 
 
-@pytest.mark.feature("A05", "A08")
+@pytest.mark.feature("A05", "A08", "F03")
 def test_a_value_that_a_field_cannot_hold_is_refused_by_the_fields_name() -> None:
     assert list(BAD) == list(FIELDS)
     for name, values in BAD.items():
@@ -196,19 +193,6 @@ def test_fields_that_contradict_each_other_are_refused_and_their_neighbours_are_
     with pytest.raises(FieldError) as error:
         CompilationConfig(**{**fields, **changes})
     assert str(error.value) == f"compilation.{line}"
-
-
-@pytest.mark.feature("F03")
-@pytest.mark.parametrize("pair", [(1, 1), (5, 9), (8, 8), (1, 20)])
-def test_a_range_that_shares_a_size_with_another_is_refused(pair: tuple[int, int]) -> None:
-    others = ((1, 8), (20, 30))
-    assert CompilationConfig(compile_ranges=((20, 30), (1, 8), (9, 19))).compile_ranges == (
-        (1, 8),
-        (9, 19),
-        (20, 30),
-    )
-    with pytest.raises(FieldError, match=r"pairs .first, last. that do not overlap"):
-        CompilationConfig(compile_ranges=(*others, pair))
 
 
 def test_what_means_the_same_is_equal_and_hashes_alike() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -103,15 +102,3 @@ def test_the_schema_names_the_arguments_that_are_written(name: str) -> None:
     out = torch.zeros(2, 3)
     assert op(torch.ones(2, 3), out, 3.0, "layer.0") is None
     assert torch.equal(out, torch.full((2, 3), 3.0))
-
-
-@pytest.mark.feature("K01")
-@pytest.mark.parametrize("kind", ["functional", "mutating"])
-def test_torch_finds_nothing_wrong_with_a_registered_op(name: str, kind: str) -> None:
-    args: tuple[Any, ...] = (torch.randn(3, 2),)
-    if kind == "functional":
-        op = direct_register_custom_op(name, double, fake_impl=double_fake)
-    else:
-        op = direct_register_custom_op(name, fill, mutates_args=["out"])
-        args = (*args, torch.zeros(3, 2), 0.5, "layer.0")
-    torch.library.opcheck(op.default, args)

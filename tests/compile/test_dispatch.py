@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -53,37 +54,24 @@ def expected(
     return eager(tokens, seqs, is_decode)
 
 
-@pytest.mark.feature("D05", "N10")
+@pytest.mark.feature("D05", "N01", "N10")
 @pytest.mark.parametrize("mode", CUDAGraphMode)
 @pytest.mark.parametrize("padding", [True, False])
-@pytest.mark.parametrize("query_len", [1, 2, 3])
-def test_every_decode_step_has_its_entry_in_the_table(
-    mode: CUDAGraphMode, padding: bool, query_len: int
-) -> None:
-    for seqs in range(30):
+def test_every_step_has_its_entry_in_the_table(mode: CUDAGraphMode, padding: bool) -> None:
+    graphs = captured(mode, enable_padding=padding)
+    for seqs, query_len in itertools.product(range(30), (1, 2, 3)):
         tokens = seqs * query_len
         assert decide(
             is_uniform_decode=True,
             num_tokens=tokens,
             num_seqs=seqs,
             query_len=query_len,
-            captured=captured(mode, enable_padding=padding),
+            captured=graphs,
         ) == expected(ROUTES[mode][0], True, tokens, seqs, query_len, padding)
-
-
-@pytest.mark.feature("D05", "N01", "N10")
-@pytest.mark.parametrize("mode", CUDAGraphMode)
-@pytest.mark.parametrize("padding", [True, False])
-def test_every_prefill_and_mixed_step_has_its_entry_in_the_table(
-    mode: CUDAGraphMode, padding: bool
-) -> None:
     for tokens in range(30):
         for seqs in {1, 2, 3, tokens} if tokens else {0}:
             assert decide(
-                is_uniform_decode=False,
-                num_tokens=tokens,
-                num_seqs=seqs,
-                captured=captured(mode, enable_padding=padding),
+                is_uniform_decode=False, num_tokens=tokens, num_seqs=seqs, captured=graphs
             ) == expected(ROUTES[mode][1], False, tokens, seqs, 1, padding)
 
 

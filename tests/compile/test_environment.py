@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,36 +24,42 @@ def test_the_cache_root_is_below_the_users_cache_by_default(
     assert environment.cache_root() == tmp_path / "below"
 
 
-def test_the_log_level_is_a_name_of_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.LOG_LEVEL, raising=False)
-    assert environment.log_level() == logging.INFO
-    monkeypatch.setenv(environment.LOG_LEVEL, "debug")
-    assert environment.log_level() == logging.DEBUG
-    monkeypatch.setenv(environment.LOG_LEVEL, "loud")
-    with pytest.raises(environment.FieldError) as caught:
-        environment.log_level()
-    assert str(caught.value).startswith("LOCKSTEP_LOG_LEVEL: wanted one of ")
-    assert str(caught.value).endswith("found 'loud'")
-
-
-@pytest.mark.feature("G07")
-def test_the_compile_cache_is_on_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.DISABLE_COMPILE_CACHE, raising=False)
-    assert not environment.is_compile_cache_disabled()
-    for value, is_disabled in (("1", True), ("0", False), ("", False)):
-        monkeypatch.setenv(environment.DISABLE_COMPILE_CACHE, value)
-        assert environment.is_compile_cache_disabled() is is_disabled
-    monkeypatch.setenv(environment.DISABLE_COMPILE_CACHE, "no")
-    with pytest.raises(environment.FieldError, match="wanted 0 or 1, found 'no'"):
-        environment.is_compile_cache_disabled()
-
-
-@pytest.mark.feature("G08")
-def test_the_save_format_is_binary_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.COMPILE_CACHE_SAVE_FORMAT, raising=False)
-    assert environment.compile_cache_save_format() == "binary"
-    monkeypatch.setenv(environment.COMPILE_CACHE_SAVE_FORMAT, "unpacked")
-    assert environment.compile_cache_save_format() == "unpacked"
-    monkeypatch.setenv(environment.COMPILE_CACHE_SAVE_FORMAT, "zip")
-    with pytest.raises(environment.FieldError, match="binary, unpacked, found 'zip'"):
-        environment.compile_cache_save_format()
+@pytest.mark.feature("G07", "G08")
+@pytest.mark.parametrize(
+    ("variable", "read", "values", "refused"),
+    [
+        (
+            environment.LOG_LEVEL,
+            environment.log_level,
+            {None: logging.INFO, "debug": logging.DEBUG},
+            "LOCKSTEP_LOG_LEVEL: wanted one of .*, found 'odd'",
+        ),
+        (
+            environment.DISABLE_COMPILE_CACHE,
+            environment.is_compile_cache_disabled,
+            {None: False, "1": True, "0": False, "": False},
+            "wanted 0 or 1, found 'odd'",
+        ),
+        (
+            environment.COMPILE_CACHE_SAVE_FORMAT,
+            environment.compile_cache_save_format,
+            {None: "binary", "unpacked": "unpacked"},
+            "binary, unpacked, found 'odd'",
+        ),
+    ],
+)
+def test_a_variable_has_a_default_and_refuses_other_values(
+    variable: str,
+    read: Callable[[], object],
+    values: dict[str | None, object],
+    refused: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    for value, wanted in values.items():
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+        assert read() == wanted
+    monkeypatch.setenv(variable, "odd")
+    with pytest.raises(environment.FieldError, match=refused):
+        read()

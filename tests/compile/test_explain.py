@@ -196,7 +196,6 @@ def test_a_model_is_traced_and_its_layers_are_told(
 @pytest.mark.parametrize(
     ("body", "cause", "remedy"),
     [
-        ("breakpoint()", "breakpoint", "run with level 0 to debug"),
         ("x = x * x.sum().item()", "item", "compute it before the forward"),
         ("x = x.view(4, -1).sum(0) if len(x) == 8 else x", "8 taken for granted", "write it for"),
     ],

@@ -265,9 +265,6 @@ def test_token_counts_are_sorted_deduped_and_bounded_by_the_budget(
         "compilation.capture_num_tokens: wanted a size of at most 6 (tokens of the largest step), "
         "found [7, 30, 900, 901]"
     )
-    for sizes in ((0,), (-1,), ()):
-        with pytest.raises(FieldError, match=r"^compilation\.capture_num_tokens: "):
-            CompilationConfig(capture_num_tokens=sizes)
 
 
 def test_listed_batch_sizes_are_token_counts_where_only_pieces_were_asked_for() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile.errors import FieldError
+from model import config
 from model.config import Experts, ModelConfig
 from model.families import FAMILIES
 
@@ -348,3 +349,20 @@ def test_any_json_is_read_or_refused_in_one_line(values: dict[str, Any], family:
         assert config.num_heads % config.num_kv_heads == 0
         assert config.head_dim % 2 == 0
         assert hash(config) == hash(read(**values))
+
+
+def test_weights_are_sampled_from_the_first_byte_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "MAX_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(config, "SAMPLE_BYTES", 100)
+    path = tmp_path / "model.safetensors"
+    found = set()
+    for changed in (None, 0, 99_999):
+        data = bytearray(100_000)
+        if changed is not None:
+            data[changed] = 1
+        path.write_bytes(data)
+        found.add(config.fingerprint(tmp_path))
+    path.write_bytes(bytes(100_001))
+    assert len({*found, config.fingerprint(tmp_path)}) == 4

@@ -64,9 +64,7 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         "silu_and_mul": [(x,), (torch.randn(T, 3, E, dtype=dtype),)],
         "packed_linear": [],
         "packed_rows": [],
-        "routed_experts": [
-            (wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, "", ""),
-        ],
+        "routed_experts": [(wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, "", "")],
         "unified_attention_with_output": [(q, k, v, cos, sin, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
         "gather": [(x, torch.empty(1, T, E, dtype=dtype), shard.group_name)],

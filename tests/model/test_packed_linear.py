@@ -260,10 +260,7 @@ def test_what_nobody_packs_stays_plain(
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512", "DEFAULT"])
 @pytest.mark.parametrize("refuses", [True, False])
 def test_the_processor_and_what_onednn_refuses_decide_who_packs(
-    refuses: bool,
-    capability: str,
-    rule: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    refuses: bool, capability: str, rule: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rule.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     if refuses:

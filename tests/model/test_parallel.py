@@ -1,7 +1,10 @@
-"""`Shard`: parts and collectives."""
+"""`Shard`: parts, and collectives as ops, of sizes that differ between ranks and steps."""
 
 from __future__ import annotations
 
+import gc
+import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from compile.errors import FieldError
+from model import parallel
 from model.config import ModelConfig
 from model.layers.decoder import CausalLM
 from model.layers.linear import kv_heads_of
@@ -98,3 +102,127 @@ def test_the_sizes_that_a_model_names_are_those_that_its_layers_take(
             CausalLM(config, Placement(torch.float32, torch.device("meta"), shard))
             takes.append(size)
     assert config.tensor_parallel_sizes(dp_size) == takes
+
+
+RANKS = 3
+
+
+def rows_of(rank: int, num_rows: int) -> torch.Tensor:
+    return torch.full((num_rows, 2), rank + 1.0) + torch.arange(num_rows).unsqueeze(1) / 16
+
+
+def random_sizes(rng: random.Random) -> list[int]:
+    return [rng.choice([0, 1, 2, 3, 7, 33]) for _ in range(RANKS)]
+
+
+def traced(function: Callable[..., Any], graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+    """Return `function` traced once, its guards dropped."""
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any, **_: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    return torch.compile(function, backend=keep, fullgraph=True, dynamic=True, options=options)
+
+
+@pytest.fixture(autouse=True)
+def _forget_traces() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.feature("K08")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sizes_that_change_run_in_one_graph(dim: int, run_ranks: Any) -> None:
+    rng = random.Random(0)
+    steps = [[3, 5, 4], *(random_sizes(rng) for _ in range(30))]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def gather(x: torch.Tensor, sizes: list[int], shard: Shard) -> torch.Tensor:
+        return shard.all_gather(2 * x, dim, sizes)
+
+    def work(shard: Shard) -> list[torch.Tensor]:
+        # The other ranks run as written: a graph and the model meet in the same collective.
+        entry = traced(gather, graphs) if shard.rank == 0 else gather
+        parts = [rows_of(shard.rank, sizes[shard.rank]).movedim(0, dim) for sizes in steps]
+        return [entry(part, sizes, shard) for part, sizes in zip(parts, steps, strict=True)]
+
+    results = run_ranks(RANKS, work)
+    for step, sizes in enumerate(steps):
+        parts = [2 * rows_of(rank, n).movedim(0, dim) for rank, n in enumerate(sizes)]
+        fake = parallel.all_gather(parts[0].to("meta"), sizes, dim, "tp")
+        for found in results:
+            assert torch.equal(found[step], torch.cat(parts, dim))
+            assert (fake.shape, fake.stride()) == (found[step].shape, found[step].stride())
+    (graph,) = graphs
+    (call,) = [node for node in graph.graph.nodes if node.target is parallel.all_gather]
+    assert all(isinstance(size, torch.fx.Node) for size in call.args[1])
+
+
+def test_a_sum_runs_in_a_graph_and_writes_into_its_argument(run_ranks: Any) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def work(shard: Shard) -> tuple[bool, torch.Tensor]:
+        def total(x: torch.Tensor) -> torch.Tensor:
+            return shard.all_reduce(x) + 1
+
+        entry = traced(total, graphs) if shard.rank == 0 else total
+        x = torch.full((3,), shard.rank + 1.0)
+        found = entry(x)
+        return torch.equal(found, x + 1), found
+
+    for is_written, found in run_ranks(RANKS, work):
+        assert is_written
+        assert found.tolist() == [7.0] * 3
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [2, 2, 2], [2, 9, 9, 2]])
+def test_sizes_that_are_not_the_tensors_are_refused(sizes: list[int], run_ranks: Any) -> None:
+    def work(shard: Shard) -> None:
+        with pytest.raises(ValueError, match=r"sizes: wanted 3 with 4 at rank \d, found \["):
+            shard.all_gather(torch.zeros(4, 2), 0, sizes)
+        with pytest.raises(ValueError, match=r"sizes: wanted 3 with the sum 4, found \["):
+            shard.reduce_scatter(torch.zeros(4, 2), sizes)
+
+    run_ranks(RANKS, work)
+
+
+@pytest.mark.feature("K08")
+def test_sums_are_scattered_in_sizes_that_change(run_ranks: Any) -> None:
+    rng = random.Random(1)
+    steps = [[2, 2, 2], [0, 0, 5], *(random_sizes(rng) for _ in range(20))]
+    tensors = [
+        [torch.randn(sum(sizes), 2, generator=torch.manual_seed(step)) + rank for rank in range(3)]
+        for step, sizes in enumerate(steps)
+    ]
+
+    def work(shard: Shard) -> list[torch.Tensor]:
+        pairs = zip(tensors, steps, strict=True)
+        return [shard.reduce_scatter(parts[shard.rank].clone(), sizes) for parts, sizes in pairs]
+
+    found = run_ranks(RANKS, work)
+    for step, sizes in enumerate(steps):
+        total = torch.stack(tensors[step]).sum(0)
+        joined = torch.cat([rank[step] for rank in found])
+        assert [len(rank[step]) for rank in found] == sizes
+        torch.testing.assert_close(joined, total)
+
+
+class Group:
+    """A group in nothing but name."""
+
+
+def test_a_process_that_has_one_group_calls_it_by_its_kind() -> None:
+    # Ranks' processes agree on names because each of them counts for itself.
+    first, second = Group(), Group()
+    name = parallel.register_group("test", first)
+    assert name == "test"
+    assert parallel.register_group("test", first) == "test"
+    assert parallel.register_group("test", second) == "test.1"
+    del first
+    gc.collect()
+    third = Group()
+    assert parallel.register_group("test", third) == "test"

@@ -78,11 +78,7 @@ def replaying(paged: Any, query_len: int) -> Any:
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("num_padding_decodes", [0, 2])
 def test_replayed_decode_steps_equal_eager_ones(
-    make_checkpoint: Any,
-    load: Any,
-    paged: Any,
-    num_padding_decodes: int,
-    family: str,
+    make_checkpoint: Any, load: Any, paged: Any, num_padding_decodes: int, family: str
 ) -> None:
     model, config = load(make_checkpoint(family=family)[0])
     eager, graphs = paged(model), replaying(paged, 1)(model)

@@ -1,13 +1,9 @@
-"""What tracing sees of a model: one graph for all batches, the same one on every rank.
-
-The backbone is traced as a compiler does it: the whole forward in one graph, the token dimension
-marked as dynamic, guards dropped afterwards.
-"""
+"""What tracing sees of a model: one graph for all batches, the same one on every rank, whose pieces
+equal the model as it is written."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from compile.config import CompilationConfig, DynamicShapes
+from compile.counters import counter
+from compile.environment import DISABLE_COMPILE_CACHE
+from compile.pieces.decorator import compile_as_is
 from compile.pieces.diagnose import recompile_hazards
+from compile.scope import CompileScope, compile_scope
 from model import parallel
 from model.kernels import elementwise
 from model.layers import linear, rotary
@@ -60,94 +61,98 @@ FAMILIES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("torch_functions")
 
 
-class Traced(nn.Module):
-    """A backbone behind a backend that keeps its graphs and runs them as they are."""
-
-    def __init__(self, backbone: nn.Module, *, is_running: bool = True) -> None:
-        super().__init__()
-        self.graphs: list[torch.fx.GraphModule] = []
-        self.is_running = is_running
-        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        self.compiled = torch.compile(backbone, backend=self._keep, fullgraph=True, options=options)
-
-    def _keep(self, graph: torch.fx.GraphModule, _inputs: Any, **_: Any) -> Callable[..., Any]:
-        self.graphs.append(graph)
-        return graph.forward if self.is_running else lambda *_: (torch.zeros(1, 1),)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        for tensor in (input_ids, positions):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-            hidden: torch.Tensor = self.compiled(input_ids, positions)
-        return hidden
-
-    @property
-    def nodes(self) -> list[torch.fx.Node]:
-        (graph,) = self.graphs
-        return list(graph.graph.nodes)
-
-
 @pytest.fixture(autouse=True)
-def _forget_traces() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DISABLE_COMPILE_CACHE, "1")
 
 
-def batches(seed: int) -> list[dict[str, torch.Tensor]]:
-    """Return steps of 7, 1, 2 and 33 tokens: a prompt, a decode, two, a decode with a prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = [{"a": 7}, {"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 32}]
-    return [
-        {name: torch.randint(VOCAB, (n,), generator=generator) for name, n in step.items()}
-        for step in counts
+def built(
+    path: Path, dtype: torch.dtype = torch.float32, shard: Shard | None = None, **config: Any
+) -> CausalLM:
+    """Load a model whose pieces run as they were traced."""
+    with compile_scope(CompileScope(CompilationConfig(compiler="eager", **config))):
+        model, _ = load_model(path, shard=shard or Shard(), dtype=dtype, device="cpu")
+    return model
+
+
+def graph_of(model: Any) -> torch.fx.GraphModule:
+    graph: torch.fx.GraphModule = model.model.compiled_forward.compiler.graph
+    return graph
+
+
+def run(paged: Any, model: CausalLM, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Prefill two prompts, decode, and mix both with padding."""
+    runner = paged(model, dtype=dtype)
+    ids = torch.arange(60) * 11 % VOCAB
+    steps = [
+        runner.step({"a": ids[:7], "b": ids[7:20]}),
+        runner.step({"a": ids[20:21], "b": ids[21:22]}, num_padding_decodes=2),
+        runner.step({"a": ids[22:23]}),
+        runner.step({"b": ids[23:24], "c": ids[24:40]}, num_padding_tokens=3),
     ]
+    return [logits for step in steps for logits in step.values()]
 
 
-def traced_beside_eager(
-    path: Path, dtype: torch.dtype, paged: Any
-) -> tuple[Traced, CausalLM, list[Any], list[Any]]:
-    """Run all batches through a traced and an eager model; return both models' logits as well."""
-    found = []
-    for is_traced in (True, False):
-        model, _ = load_model(path, dtype=dtype, device="cpu")
-        backbone = Traced(model.model) if is_traced else model.model
-        model.model = backbone
-        runner = paged(model, dtype=dtype)
-        found.append((backbone, model, [runner.step(step) for step in batches(0)]))
-    (traced, model, logits), (_, _, wanted) = found
-    return traced, model, logits, wanted
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.feature("K03")
-@pytest.mark.feature("K04")
-@pytest.mark.feature("K07")
-@pytest.mark.feature("E09")
-@pytest.mark.feature("E10")
+@pytest.mark.feature("A04", "K03", "K04", "K07", "E09", "E10")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_graph_serves_every_batch_and_equals_the_model(
     name: str, dtype: torch.dtype, make_checkpoint: Any, paged: Any
 ) -> None:
     path, _ = make_checkpoint(**FAMILIES[name])
-    traced, model, logits, wanted = traced_beside_eager(path, dtype, paged)
-    for found, eager in zip(logits, wanted, strict=True):
-        assert all(torch.equal(found[sequence], eager[sequence]) for sequence in eager)
-    assert_attention_is_opaque(traced.nodes, list(model.attention_layers()))
-    assert_only_tokens_are_symbolic(traced.nodes)
-    assert_no_head(traced.nodes)
+    plain, _ = load_model(path, dtype=dtype, device="cpu")
+    model = built(path, dtype, level=3)
+    with counter.expect(num_graphs_seen=1, num_piecewise_graphs_seen=5):
+        found = run(paged, model, dtype)
+    assert_equal(found, run(paged, plain, dtype))
+    nodes = list(graph_of(model).graph.nodes)
+    assert_attention_is_opaque(nodes, list(model.attention_layers()))
+    assert_only_tokens_are_symbolic(nodes)
+    assert_no_head(nodes)
+
+
+@pytest.mark.feature("J01")
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+@pytest.mark.parametrize("mode", list(DynamicShapes))
+def test_every_mode_of_dynamic_shapes_traces_a_family(
+    paged: Any, make_checkpoint: Any, load: Any, mode: DynamicShapes, family: str
+) -> None:
+    path, _ = make_checkpoint(family=family)
+    model: Any = built(path, level=2, dynamic_shapes=mode)
+    with counter.expect(num_graphs_seen=1, num_piecewise_graphs_seen=1):
+        found = run(paged, model)
+    assert_equal(found, run(paged, load(path)[0]))
+    assert model.model.compiled_forward.plan.guards == ()
+
+
+@pytest.mark.feature("A02")
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_level_1_traces_a_whole_family_as_one_graph(
+    paged: Any, make_checkpoint: Any, load: Any, family: str
+) -> None:
+    path, _ = make_checkpoint(family=family)
+    model: Any = built(path, level=1)
+    traced = compile_as_is(model.model)
+    model.forward = lambda ids, positions: traced(ids, positions)
+    with counter.expect(num_graphs_seen=1):
+        found = run(paged, model)
+    assert_equal(found, run(paged, load(path)[0]))
 
 
 def test_weights_that_are_not_packed_are_traced_as_products(
-    make_checkpoint: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: Any, load: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "can_pack", lambda *_: False)
     path, _ = make_checkpoint(**FAMILIES["llama-tied"])
-    traced, _, logits, wanted = traced_beside_eager(path, torch.float32, paged)
-    assert torch.equal(logits[-1]["c"], wanted[-1]["c"])
-    products = [node for node in traced.nodes if node.target is torch._C._nn.linear]
-    assert len(products) == 2 * 4
-    assert_only_tokens_are_symbolic(traced.nodes)
+    model = built(path, level=3)
+    assert_equal(run(paged, model), run(paged, load(path)[0]))
+    nodes = list(graph_of(model).graph.nodes)
+    assert len([node for node in nodes if node.target is torch._C._nn.linear]) == 2 * 4
+    assert_only_tokens_are_symbolic(nodes)
 
 
 def assert_attention_is_opaque(nodes: list[torch.fx.Node], layers: list[str]) -> None:
@@ -198,16 +203,17 @@ def test_experts_are_one_node_however_many_there_are(make_checkpoint: Any, paged
     """Nothing in the graph counts experts, and nothing of routing is in it."""
     targets: list[list[str]] = []
     for num_experts, top_k in ((2, 1), (33, 7)):
-        torch._dynamo.reset()
         path, _ = make_checkpoint(
             family="Qwen3Moe",
             num_experts=num_experts,
             num_experts_per_tok=top_k,
             moe_intermediate_size=12,
         )
-        traced, *_ = traced_beside_eager(path, torch.float32, paged)
-        targets.append([str(node.target) for node in traced.nodes if node.op != "placeholder"])
-        calls = [node for node in traced.nodes if node.target is EXPERTS]
+        model = built(path, level=3)
+        run(paged, model)
+        nodes = list(graph_of(model).graph.nodes)
+        targets.append([str(node.target) for node in nodes if node.op != "placeholder"])
+        calls = [node for node in nodes if node.target is EXPERTS]
         assert len(calls) == 2
         for call in calls:
             assert all(is_tensor(arg) for arg in call.args[:4])
@@ -236,9 +242,6 @@ def test_a_model_whose_layers_share_a_name_is_refused(make_checkpoint: Any) -> N
         model.attention_layers()
 
 
-# --- tensor-parallel ranks --------------------------------------------------------------------
-
-
 class Group:
     """Stands where tracing needs a group and never calls it."""
 
@@ -252,14 +255,12 @@ def test_every_rank_traces_the_same_graph(
     for rank, group in enumerate(groups):
         # A rank's process has its own table.
         monkeypatch.setattr(parallel, "_groups", weakref.WeakValueDictionary())
-        torch._dynamo.reset()
-        shard = Shard(rank, 2, group)
-        model, _ = load_model(path, shard=shard, dtype=torch.float32, device="cpu")
-        traced = Traced(model.model, is_running=False)
+        model: Any = built(path, shard=Shard(rank, 2, group), level=2)
         with torch.inference_mode():
-            traced(torch.arange(7), torch.arange(7))
-        assert_only_tokens_are_symbolic(traced.nodes)
-        texts.append(traced.graphs[0].print_readable(print_output=False))
+            model.model.prepare(torch.arange(7), torch.arange(7))
+        graph = graph_of(model)
+        assert_only_tokens_are_symbolic(list(graph.graph.nodes))
+        texts.append(graph.print_readable(print_output=False))
     assert texts[0] == texts[1]
     # A sparse MLP sums inside of its op.
     num_sparse = texts[0].count("torch.ops.lockstep.routed_experts(")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from compile.errors import FieldError
 from model import weights
 from model.kernels.cpu import packed_linear
+from model.kernels.cpu.packed_linear import can_pack
 from model.parallel import Shard
 from model.weights import blank_model, load_model
 
@@ -231,3 +234,136 @@ def test_a_blank_model_has_the_tensors_of_a_loaded_one_and_keeps_no_values(
     assert blank_config == config
     assert tensors(blank) == tensors(loaded)
     assert len(packed_linear._table) == num_packed, "what it packed is still there"
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 6, "intermediate_size": 20},
+    "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+}
+EXPERT = {
+    "Mixtral": "model.layers.1.block_sparse_moe.experts.4.w3.weight",
+    "Qwen3Moe": "model.layers.1.mlp.experts.4.up_proj.weight",
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=SHAPES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def copy(make_checkpoint: Any, family: str, tmp_path: Path) -> Callable[..., Path]:
+    """Return a copy of a checkpoint, its tensors changed, in the spelling that is asked for."""
+
+    def do(change: Callable[[Tensors], object], *, is_fused: bool = False) -> Path:
+        source, reference = make_checkpoint(family=family, **SHAPES[family])
+        path = tmp_path / "checkpoint"
+        if is_fused:
+            reference.save_pretrained(path, save_original_format=False)
+        else:
+            shutil.copytree(source, path)
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    return do
+
+
+def refusal(load: Any, path: Path, shard: Shard | None = None) -> str:
+    with pytest.raises(FieldError) as caught:
+        load(path, shard)
+    assert str(caught.value).endswith((str(path), str(path / "model.safetensors")))
+    return str(caught.value)
+
+
+def weights_of(load: Any, path: Path, *, rank: int = 0, size: int = 1) -> list[torch.Tensor]:
+    """Return the second layer's router and experts on a rank."""
+    mlp = load(path, Shard(rank, size))[0].model.layers[1].mlp
+    return [layer.weight for layer in (mlp.gate, mlp.gate_up_proj, mlp.down_proj)]
+
+
+@pytest.mark.usefixtures("unpacked")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_experts_are_read_in_both_spellings(
+    is_fused: bool, copy: Callable[..., Path], load: Any, make_checkpoint: Any, family: str
+) -> None:
+    _, reference = make_checkpoint(family=family, **SHAPES[family])
+    theirs = reference.model.layers[1].mlp
+    wanted = [theirs.gate.weight, theirs.experts.gate_up_proj, theirs.experts.down_proj]
+    path = copy(lambda tensors: None, is_fused=is_fused)
+    for found, tensor in zip(weights_of(load, path), wanted, strict=True):
+        assert torch.equal(found, tensor)
+
+
+@pytest.mark.usefixtures("unpacked")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_ranks_hold_whole_experts_that_join_to_all(
+    is_fused: bool, copy: Callable[..., Path], load: Any
+) -> None:
+    path = copy(lambda tensors: None, is_fused=is_fused)
+    gate, *experts = weights_of(load, path)
+    gates, *parts = zip(*(weights_of(load, path, rank=r, size=2) for r in range(2)), strict=True)
+    assert all(torch.equal(part, gate) for part in gates)
+    for matrices, ranks in zip(experts, parts, strict=True):
+        assert [part.shape[0] for part in ranks] == [3, 3]
+        assert torch.equal(torch.cat(ranks), matrices)
+
+
+def test_a_rank_reads_its_own_experts_alone(
+    copy: Callable[..., Path], load: Any, family: str
+) -> None:
+    def plant(tensors: Tensors) -> None:
+        tensors[EXPERT[family]][3, 5] = torch.nan
+
+    path = copy(plant)
+    load(path, Shard(0, 2))
+    message = refusal(load, path, Shard(1, 2))
+    assert message.startswith(f"tensor {EXPERT[family]}: wanted finite numbers, found nan in")
+
+
+def test_spellings_are_not_mixed(copy: Callable[..., Path], load: Any, family: str) -> None:
+    name = EXPERT[family]
+    path = copy(lambda tensors: tensors.update({name: torch.zeros(20, 48)}), is_fused=True)
+    assert refusal(load, path).startswith(f"tensor {name}: wanted only tensors of {family}For")
+
+
+@pytest.mark.parametrize(
+    ("shard", "sizes"),
+    [
+        (Shard(0, 4), "tensor_parallel_size=4"),
+        (
+            Shard(0, 2, data=Shard(0, 2, kind="dp")),
+            "tensor_parallel_size=2 times data_parallel_size=2",
+        ),
+    ],
+)
+def test_experts_that_ranks_do_not_divide_are_refused_by_name(
+    shard: Shard, sizes: str, copy: Callable[..., Path], load: Any
+) -> None:
+    path = copy(lambda tensors: None)
+    with pytest.raises(FieldError, match=f"num_experts: wanted a multiple of {sizes}, found 6"):
+        load(path, shard)
+
+
+BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench" / "load_memory.py"
+
+ALLOWANCE = 8 * 2**20
+"""What any model costs: rotary tables, and safetensors' copy of a slice that is cut by columns."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_peak_is_the_slice_and_little_more(dtype: str) -> None:
+    # What is not packed, as float16 is nowhere: there the plain parameters are the slice.
+    command = [sys.executable, str(BENCH), "--gigabytes", "0.2", "--dtype", dtype]
+    # A head of a quarter of the model: two copies of it beside all the rest would show.
+    shape = ["--hidden", "1024", "--vocab", "24000", "--ranks", "1"]
+    done = subprocess.run([*command, *shape], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["packed"] == can_pack(getattr(torch, dtype), torch.device("cpu"))
+    assert 180e6 < found["slice_bytes"] < 220e6
+    assert found["peak_bytes"] > 0.95 * found["slice_bytes"]
+    assert found["peak_bytes"] < 1.15 * found["slice_bytes"] + ALLOWANCE

@@ -166,7 +166,7 @@ MUTATIONS = (
         "The fused norm hands on its norm in place of the residual's sum.",
         "compile/passes/fuse_add_rms_norm.py",
         {"(fused, i)) for i in range(2)]": "(fused, 0)) for _ in range(2)]"},
-        ("tests/compile/passes/test_fuse_add_rms_norm.py",),
+        ("tests/compile/passes/test_passes.py",),
     ),
     Mutation(
         "Splitting ops that follow one another no longer share one eager piece.",
@@ -296,7 +296,7 @@ MUTATIONS = (
         "next_pow2 loses the last of its six steps (J05).",
         "compile/pieces/shapes.py",
         {"(1, 2, 4, 8, 16, 32)": "(1, 2, 4, 8, 16)"},
-        ("tests/compile/pieces/test_shapes.py",),
+        ("tests/compile/pieces/test_dynamic_shapes.py::test_next_pow2_is_exact",),
     ),
     Mutation(
         "A forward is traced without a word about what makes a graph for each size (J05).",

@@ -1,11 +1,7 @@
 """The memory of CPU step graphs.
 
-A tensor placed in a pool owns its bytes as long as it or a view of it is held. Then they are free
-for later ops of the same graph and for other graphs, as in the private pool of a CUDA graph. The
-graph itself holds aliases, which own nothing.
-
-Memory is reserved in segments and never given back, as in a graph's pool on a GPU, because a replay
-relies on every address in it.
+A tensor placed in a pool owns its bytes as long as it or a view of it is held. Segments are never
+given back, because a replay relies on every address in them.
 """
 
 from __future__ import annotations
@@ -28,8 +24,7 @@ class CpuGraphPool:
     """Memory at fixed addresses that graphs share.
 
     With `poison` every block is filled with NaN, or with the extreme integer, when it is handed
-    out, and by a replay at the point where the captured step let go of it: a use after that shows
-    in the output.
+    out, and by a replay where the captured step let go of it.
     """
 
     device = torch.device("cpu")

@@ -19,21 +19,25 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, current_context, resumed_context
 from compile.custom_op import function_of
+from compile.errors import CaptureError, ReplayError
 from compile.graphs import boundary
 from compile.graphs.boundary import map_tensors, rebuild, tensors_of
-from compile.graphs.cpu.modes import Modes, value_read, where
 from compile.graphs.cpu.pool import Block, CpuGraphPool, poison_value, view_of
-from compile.graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
 
@@ -64,10 +68,7 @@ _state = _PerThread()
 class CpuStepGraph:
     """One captured step: calls in order, by the forward context that they run under.
 
-    A replay behaves like that of a CUDA graph, down to its mistakes. Arguments, host values and the
-    forward context are those of the capture. Nothing that changed since is followed, except the
-    contents of tensors.
-
+    Arguments, host values and the forward context are those of the capture, as in a CUDA graph.
     Invariant: it owns no tensor but scalars that the step made from host values.
     """
 
@@ -79,8 +80,8 @@ class CpuStepGraph:
     def capture(self, fn: Callable[[], T]) -> T:
         """Run `fn` and record it; return its result, whose fresh tensors lie in the pool.
 
-        Raises CaptureError if `fn` does what a replay cannot repeat, and ReplayError if a tensor
-        that it made outside of the pool is gone already.
+        Raises CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a
+        tensor outside of the pool that is gone.
         """
         recorder = Recorder(self._pool)
         with _capturing(), torch.no_grad(), recorder.active():
@@ -91,10 +92,7 @@ class CpuStepGraph:
         return result
 
     def replay(self) -> None:
-        """Run the step again on what its tensors hold now.
-
-        Raises ReplayError if nothing was captured, or a tensor from outside of the pool is gone.
-        """
+        """Run the step again; ReplayError: none was captured, or a tensor that it reads is gone."""
         if _state.is_capturing:
             raise CaptureError("replay", "no capture around it", "one on this thread")
         if self._recorder is None:
@@ -196,10 +194,9 @@ class Recorder:
         return result
 
     def _place(self, value: Any, known: set[int]) -> tuple[Any, list[torch.Tensor | None]]:
-        """Give every fresh tensor of `value` memory in the pool.
+        """Give every fresh tensor of `value` memory in the pool; what shares memory still does.
 
-        Returns the value with those tensors, and for each tensor in it the alias that a replay
-        must fill. Tensors that share memory still share it.
+        Returns the value with those tensors, and for each the alias that a replay must fill.
         """
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
@@ -249,6 +246,125 @@ class Recorder:
         self.groups[-1][1].append(call)
 
 
+# --- how a step is seen: the ops that are dispatched, and reads for which none is -----------------
+
+
+class Modes:
+    """Both modes, which opaque code must not see.
+
+    Invariant: `_entered` are those on torch's stacks now. Torch takes a mode off its stack while
+    the mode handles a call, but leaves the other kind on.
+    """
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        """Hand each op to `handle`, as function, arguments and keyword arguments."""
+        self._dispatch = _Dispatch(handle, self)
+        self._reads = _Reads(self)
+        self._entered: list[_Dispatch | _Reads] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with self._on(self._reads), self._on(self._dispatch):
+            yield
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave those that are entered, and enter them again."""
+        with ExitStack() as stack:
+            for mode in list(self._entered):
+                stack.enter_context(self._off(mode))
+            yield
+
+    @contextmanager
+    def dispatching(self) -> Iterator[None]:
+        """Record the ops that an op calls while it is handled."""
+        with self._on(self._dispatch):
+            yield
+
+    @contextmanager
+    def handling(self, mode: _Dispatch | _Reads) -> Iterator[None]:
+        """Note that torch took a mode off its stack."""
+        self._entered.remove(mode)
+        try:
+            yield
+        finally:
+            self._entered.append(mode)
+
+    @contextmanager
+    def _on(self, mode: _Dispatch | _Reads) -> Iterator[None]:
+        with mode:
+            self._entered.append(mode)
+            try:
+                yield
+            finally:
+                self._entered.remove(mode)
+
+    @contextmanager
+    def _off(self, mode: _Dispatch | _Reads) -> Iterator[None]:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            with self.handling(mode):
+                yield
+        finally:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+class _Dispatch(TorchDispatchMode):
+    """Hands every op on."""
+
+    def __init__(self, handle: Callable[..., Any], stack: Modes) -> None:
+        TorchDispatchMode.__init__(self)
+        self._handle = handle
+        self._stack = stack
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with self._stack.handling(self):
+            return self._handle(func, args, kwargs or {})
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses the reads that no op is dispatched for, addresses for native code included."""
+
+    refused = (
+        torch.Tensor.data_ptr,
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+    )
+
+    def __init__(self, stack: Modes) -> None:
+        TorchFunctionMode.__init__(self)
+        self._stack = stack
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.refused:
+            raise value_read(func.__name__)
+        with self._stack.handling(self):
+            return func(*args, **(kwargs or {}))
+
+
+def value_read(name: str) -> CaptureError:
+    """Return the error of a step that reads a value by `name`."""
+    return CaptureError(f"{name} at {where()}", "tensors that stay tensors", "a value read")
+
+
+def where() -> str:
+    """Return file and line of the step's code that runs now."""
+    hidden = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*hidden, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
 # --- calls --------------------------------------------------------------------------------------
 
 
@@ -290,8 +406,7 @@ def _call(
 def _call_and_move(call: Call, moves: list[tuple[int, int, int, torch.Tensor]]) -> None:
     """Copy small outputs without the dispatcher, which takes longer than copying.
 
-    Args:
-        moves: for each output its place, the address and bytes it goes to, and the tensor there.
+    `moves`: for each output its place, the address and bytes it goes to, and the tensor there.
     """
     found = call()
     for i, address, num_bytes, target in moves:
@@ -358,10 +473,9 @@ def _reads_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 @functools.cache
 def _composite(func: Any) -> Callable[..., Any] | None:
-    """Return the kernel of an ATen op that calls other ops, if it has such a one for all devices.
+    """Return the kernel of an ATen op that calls other ops, which in inference mode arrives whole.
 
-    In inference mode these ops arrive whole, otherwise in parts. `OpOverload.decompose` would
-    prefer Python kernels, whose sums may run in another order.
+    `OpOverload.decompose` would prefer Python kernels, whose sums may run in another order.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
@@ -369,10 +483,7 @@ def _composite(func: Any) -> Callable[..., Any] | None:
 
 
 class Freezer:
-    """Freezes the arguments and contexts of one graph.
-
-    Invariant: `dead` describes the tensors from outside of the pool that are gone.
-    """
+    """Freezes arguments and contexts. Invariant: `dead` describes the tensors that are gone."""
 
     def __init__(self, pool: CpuGraphPool) -> None:
         self._pool = pool
@@ -380,10 +491,7 @@ class Freezer:
         self.dead: list[str] = []
 
     def freeze(self, value: Any, name: str) -> Any:
-        """Return `value` as a replay will see it.
-
-        Containers and dataclasses are copied, tensors become aliases; other objects are followed.
-        """
+        """Return `value` as a replay will see it: containers copied, tensors as aliases."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
         if isinstance(value, tuple | list):

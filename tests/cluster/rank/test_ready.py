@@ -18,7 +18,7 @@ from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from compile.dispatch import BatchDescriptor
-from compile.graphs.errors import LateCapture
+from compile.errors import LateCapture
 
 GRAPH_BS = (1, 2, 4)
 

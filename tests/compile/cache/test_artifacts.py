@@ -1,15 +1,28 @@
-"""An artifact's name is the hash of its content, and its archive is the same for the same parts."""
+"""Files appear whole, changes are recognised, and a lock is waited for no longer than asked."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from compile.cache import artifacts
-from compile.cache.artifacts import ArtifactError, ArtifactStore, pack, unpack
+from compile.cache.artifacts import (
+    ArtifactError,
+    ArtifactStore,
+    CorruptFileError,
+    file_lock,
+    pack,
+    read_checked,
+    unpack,
+    write_atomic,
+    write_checked,
+)
 
 PARTS = {"b.py": b"code", "inductor/ab/c.so": bytes(range(256))}
 
@@ -48,3 +61,64 @@ def test_a_full_disk_costs_the_artifact_and_no_more(
     with caplog.at_level(logging.WARNING):
         assert ArtifactStore(tmp_path).offer(b"content") is None
     assert "No space left on device" in caplog.text
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, b"new")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
+
+
+CHECKED = b"{'piece': 1, 'shape': None}\n"
+
+
+def _flipped(position: int) -> Callable[[bytes], bytes]:
+    def damage(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[position] ^= 1
+        return bytes(changed)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *map(_flipped, (0, 20, 75, 80, -1)),
+        *(lambda content, n=n: content[:n] for n in (0, 1, 70, 80)),
+        lambda _: b"# sha256 \xff\xfe\n",
+    ],
+)
+def test_checked_text_that_was_changed_or_cut_short_is_noticed(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "index.py"
+    write_checked(path, CHECKED.decode())
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CorruptFileError, match=r"^.*index\.py: wanted .*, found "):
+        read_checked(path)
+
+
+@pytest.mark.parametrize("reason", ["the file cannot be opened", "the filesystem has no locks"])
+def test_a_lock_that_cannot_be_had_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if "opened" in reason:
+        (tmp_path / "lock").mkdir()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with file_lock(tmp_path / "lock", 5) as is_held:
+        assert not is_held
+    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
+        raise ZeroDivisionError

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 
 from compile import environment
-from compile.cache import key
-from compile.cache.disk import read_checked, write_checked
-from compile.cache.index import INDEX, CompileCache, Index, nearest_factors, root_directory
+from compile.cache.artifacts import read_checked, write_checked
+from compile.cache.index import INDEX, CompileCache, Index, root_directory
 from compile.config import CompilationConfig
-from compile.counters import counter
 
 
 def _load_toy() -> Any:
@@ -52,20 +50,6 @@ def files(root: Path) -> list[Path]:
 
 def directories(root: Path) -> list[str]:
     return sorted(p.parent.relative_to(root).as_posix() for p in root.rglob(INDEX))
-
-
-@pytest.mark.feature("G05")
-def test_a_second_start_compiles_nothing(tmp_path: Path, traced: Path) -> None:
-    scope = toy.scope(tmp_path / "root")
-    cold = toy.start(scope, traced_files=[str(traced)])
-    assert cold.counters["num_backend_compilations"] == NUM_DIFFERENT
-    assert cold.counters["num_compiled_artifacts_saved"] == NUM_DIFFERENT
-    with counter.expect(
-        num_backend_compilations=0, num_eager_compiles=0, num_compiled_artifacts_loaded=2
-    ):
-        warm = toy.start(scope, traced_files=[str(traced)])
-    assert (cold.was_traced, warm.was_traced) == (True, False)
-    assert cold.outputs == warm.outputs == toy.eager()
 
 
 @pytest.mark.feature("G01")
@@ -233,16 +217,6 @@ def test_whichever_file_is_damaged_the_next_start_is_right(
         shutil.copytree(pristine, root)
 
 
-@pytest.mark.feature("G06")
-def test_a_cache_that_was_moved_is_loaded(tmp_path: Path, traced: Path) -> None:
-    toy.start(toy.scope(tmp_path / "here"), traced_files=[str(traced)])
-    (tmp_path / "far").mkdir()
-    shutil.move(tmp_path / "here", tmp_path / "far" / "there")
-    with counter.expect(num_backend_compilations=0, num_compiled_artifacts_loaded=NUM_DIFFERENT):
-        moved = toy.start(toy.scope(tmp_path / "far" / "there"), traced_files=[str(traced)])
-    assert not moved.was_traced and moved.outputs == toy.eager()
-
-
 @pytest.mark.feature("G07")
 def test_switched_off_nothing_is_read_or_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -337,31 +311,3 @@ def test_a_miss_says_which_factor_differs_from_the_nearest_directory(
     ]
     assert missed.misses == [f"ATEN_CPU_CAPABILITY:  -> avx2 (since {nearest})"]
     assert missed.misses[0] in caplog.text
-
-
-@pytest.mark.parametrize("wanted", range(4))
-def test_the_nearest_directory_is_the_one_with_the_fewest_differences(
-    tmp_path: Path, wanted: int
-) -> None:
-    factors = {name: "same" for name in "abcdef"}
-    for number in range(4):
-        # The wanted one differs in one factor, the others in more.
-        num_changes = 1 + (number - wanted) % 4
-        changed = {name: f"other {number}" for name in list(factors)[:num_changes]}
-        directory = tmp_path / key.hash_factors({**factors, **changed})
-        directory.mkdir()
-        (directory / "cache_key_factors.json").write_text(json.dumps({**factors, **changed}))
-    found = nearest_factors(tmp_path, factors)
-    assert found is not None
-    assert found[1] == {**factors, "a": f"other {wanted}"}
-
-
-@pytest.mark.feature("Q03")
-def test_traced_files_and_the_directory_are_logged(
-    tmp_path: Path, traced: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, logger="compile"):
-        toy.start(toy.scope(tmp_path / "root"), traced_files=[str(traced)])
-    [directory] = directories(tmp_path / "root")
-    assert f"compile cache: {tmp_path / 'root' / directory}" in caplog.text
-    assert f"compile cache: traced {traced}" in caplog.text

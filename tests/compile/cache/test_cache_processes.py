@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from compile.cache.artifacts import ArtifactError, ArtifactStore
-from compile.cache.disk import CorruptFileError, read_checked
+from compile.cache.artifacts import ArtifactError, ArtifactStore, CorruptFileError, read_checked
 from compile.cache.index import INDEX, Index
 
 NUM_PROCESSES = 4

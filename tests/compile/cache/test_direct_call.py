@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from compile.cache.direct_call import DirectCall
-from compile.cache.inductor import InductorAdaptor
+from compile.cache.inductor import DirectCall, InductorAdaptor
 
 
 def plain(x: Any, y: Any) -> Any:

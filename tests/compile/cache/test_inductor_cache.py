@@ -91,8 +91,7 @@ def test_the_first_start_compiles_each_different_piece_and_builds_it(
     assert cold.counted(compiler, "num_cpp_builds") >= NUM_DIFFERENT / 2
 
 
-@pytest.mark.feature("G05")
-@pytest.mark.feature("G06")
+@pytest.mark.feature("G05", "G06")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_start_from_a_moved_cache_compiles_nothing_and_builds_nothing(
     warm: Run, compiler: str
@@ -105,8 +104,7 @@ def test_a_start_from_a_moved_cache_compiles_nothing_and_builds_nothing(
     assert warm.counted(compiler, "num_triton_builds") == 0
 
 
-@pytest.mark.feature("H01")
-@pytest.mark.feature("H03")
+@pytest.mark.feature("H01", "H03")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_loaded_pieces_compute_what_compiled_ones_did(cold: Run, warm: Run, compiler: str) -> None:
     wanted = [pytest.approx(row, rel=1e-5) for row in cold.eager]
@@ -114,8 +112,7 @@ def test_loaded_pieces_compute_what_compiled_ones_did(cold: Run, warm: Run, comp
     assert warm.results[compiler]["outputs"] == cold.results[compiler]["outputs"]
 
 
-@pytest.mark.feature("G08")
-@pytest.mark.feature("G12")
+@pytest.mark.feature("G08", "G12")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_the_log_names_a_readable_file_of_generated_code_for_each_key(
     warm: Run, place: Path, compiler: str

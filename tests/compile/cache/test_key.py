@@ -159,9 +159,6 @@ def test_sources_count_with_their_names_and_places(tmp_path: Path) -> None:
     assert len({first, second, third, sources_hash(tmp_path)}) == 4
 
 
-# --- traced files -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A module that a forward may have gone through."""
@@ -205,9 +202,6 @@ def test_traced_files_are_named_as_modules_so_that_the_place_does_not_count(
     del sys.modules["traced_helper"]
     importlib.invalidate_caches()
     assert traced_factor(["traced_helper"]) == before
-
-
-# --- what differs -----------------------------------------------------------------------------
 
 
 def test_of_a_long_factor_only_the_words_that_changed_are_told() -> None:

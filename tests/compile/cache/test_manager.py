@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from compile.cache.artifacts import ArtifactError
-from compile.cache.compilers import CompilerInterface, Handle
+from compile.cache.compilers import EagerAdaptor, Handle
 from compile.cache.index import CompileCache
 from compile.cache.manager import CacheMissError, CompilerManager
 from compile.config import CompilationConfig
@@ -24,44 +24,26 @@ from compile.scope import CompileScope, Runnable
 KEY = "what the piece computes"
 
 
-class ScriptedCompiler(CompilerInterface):
-    """Its artifact is text, and its answers are what a test sets."""
+class ScriptedCompiler(EagerAdaptor):
+    """Notes what is asked of it, and answers as a test says."""
 
     name = "scripted"
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.verbs: list[str] = []
         self.is_saveable = True
         self.load_error: Exception | None = None
 
-    def compute_hash(self, config: CompilationConfig) -> str:
-        return "scripted"
-
-    def compile(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        compiler_config: Mapping[str, Any],
-        key: str | None = None,
-    ) -> tuple[Runnable, Handle | None]:
-        self.calls.append(("compile", dict(compiler_config)))
-        if self._store is None or key is None or not self.is_saveable:
-            return graph, None
-        name = self._store.offer(f"code of {key}".encode())
-        return graph, None if name is None else (key, name)
+    def compile(self, graph: fx.GraphModule, *args: Any, **named: Any) -> Any:
+        self.verbs.append("compile")
+        return super().compile(graph, *args, **named) if self.is_saveable else (graph, None)
 
     def load(self, handle: Handle) -> Runnable:
-        assert self._store is not None
-        self.calls.append(("load", {}))
+        self.verbs.append("load")
         if self.load_error is not None:
             raise self.load_error
-        assert self._store.get(handle[1]) == f"code of {handle[0]}".encode()
-        return lambda x: (x * 2,)
-
-    @property
-    def verbs(self) -> list[str]:
-        return [call[0] for call in self.calls]
+        return super().load(handle)
 
 
 def double(x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -79,16 +61,15 @@ def compiler() -> ScriptedCompiler:
 
 
 @pytest.fixture
-def start(tmp_path: Path, compiler: ScriptedCompiler) -> Iterator[Callable[..., CompilerManager]]:
+def start(tmp_path: Path, compiler: ScriptedCompiler) -> Callable[..., CompilerManager]:
     """Returns the manager of a new start over the same directory."""
+    scope = CompileScope(CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path)))
 
-    def manager(*, cached: bool = True, **fields: Any) -> CompilerManager:
-        config = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path), **fields)
-        scope = CompileScope(config)
-        cache = CompileCache.open(scope, "backbone", [__file__]) if cached else None
+    def manager() -> CompilerManager:
+        cache = CompileCache.open(scope, "backbone", [__file__])
         return CompilerManager(scope, cache, compiler=compiler)
 
-    yield manager
+    return manager
 
 
 def compiled(manager: CompilerManager, graph: fx.GraphModule, **changes: Any) -> Runnable:
@@ -157,8 +138,7 @@ def test_pieces_that_cannot_be_saved_are_kept_and_one_line_says_so(
 
 @pytest.mark.feature("F06", "F07", "F09")
 @pytest.mark.parametrize(
-    ("name", "is_cached"),
-    [("inductor", True), ("inductor", False), ("inductor_standalone", True)],
+    ("name", "is_cached"), [("inductor", True), ("inductor", False), ("inductor_standalone", True)]
 )
 def test_inductor_compiles_under_the_options_of_a_shape_and_of_the_configuration(
     name: str, is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

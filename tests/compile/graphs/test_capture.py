@@ -1,4 +1,4 @@
-"""Graphs are captured once, largest first, in one window; after the seal nothing new is."""
+"""Graphs are captured once, largest first, in one window, for the memory that was estimated."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ import pytest
 import torch
 
 from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor, Context, ForwardContext, get_forward_context
+from compile.context import BatchDescriptor, ForwardContext, get_forward_context
 from compile.counters import counter
+from compile.errors import GraphError, LateCapture, LateCompilation
 from compile.graphs.capture import (
+    MIN_GRAPH_BYTES,
     CaptureCase,
     CaptureReport,
+    CaptureTrial,
     capture_all,
+    capture_trials,
     capture_window,
+    estimate_graph_bytes,
     graphs_to_capture,
     is_in_capture_window,
     is_sealed,
@@ -31,7 +36,6 @@ from compile.graphs.capture import (
     warmups_of,
 )
 from compile.graphs.cpu.pool import CpuGraphPool
-from compile.graphs.errors import GraphError, LateCapture, LateCompilation
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper
 
@@ -78,11 +82,10 @@ def _not_sealed() -> Iterator[None]:
 
 @dataclass
 class Recorder:
-    """Stands where a model does: keeps the context of each forward and what happened around."""
+    """Stands where a model does, and notes what happens."""
 
     policy: str = "shared"
     events: list[Any] = field(default_factory=list)
-    contexts: list[ForwardContext] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12), policy=self.policy)
@@ -93,23 +96,12 @@ class Recorder:
         self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in pieces][-1], FULL, self.pools)
 
     def run(self, case: CaptureCase) -> Any:
-        self.contexts.append(get_forward_context())
-        mode = self.contexts[-1].cudagraph_runtime_mode
+        mode = get_forward_context().cudagraph_runtime_mode
         self.events.append((mode.name, case.descriptor.num_tokens))
         return self.forward(self.inputs[: case.descriptor.num_tokens])
 
-    def cases(self, config: CompilationConfig = CONFIG) -> list[CaptureCase]:
-        return [
-            CaptureCase(*graph, self.prepare(graph[1])) for graph in graphs_to_capture(config, 4)
-        ]
-
-    def prepare(self, key: BatchDescriptor) -> Callable[[], ForwardContext]:
-        def fill() -> ForwardContext:
-            bounds = torch.arange(0, key.num_tokens + 1)
-            context = Context(batch_size=key.num_seqs or 1, graph_bs=key.num_seqs or 1)
-            return ForwardContext(attn_metadata=bounds, context=context)
-
-        return fill
+    def cases(self) -> list[CaptureCase]:
+        return [CaptureCase(*graph, ForwardContext) for graph in graphs_to_capture(CONFIG, 4)]
 
     def capture(self, cases: list[CaptureCase] | None = None, **options: Any) -> CaptureReport:
         given: dict[str, Any] = {
@@ -156,7 +148,7 @@ def test_captures_descend_whatever_order_cases_come_in_and_reports_ascend() -> N
         assert (report.token_counts, report.batch_sizes) == ((1, 8, 16), (1, 2, 4))
 
 
-@pytest.mark.feature("C02")
+@pytest.mark.feature("C02", "M03")
 def test_the_largest_graph_alone_decides_the_memory() -> None:
     recorder = Recorder()
     sizes: list[int] = []
@@ -219,20 +211,6 @@ def test_graphs_share_a_pool_or_have_one_per_token_count(policy: str) -> None:
     assert report.num_bytes == recorder.pools.num_bytes == rows * 4096 * 2
 
 
-@pytest.mark.feature("C12")
-def test_each_size_runs_in_its_context() -> None:
-    recorder = Recorder()
-    recorder.capture(warmups={FULL: 1, PIECEWISE: 1})
-    pairs = zip(recorder.contexts[::2], recorder.contexts[1::2], strict=True)
-    for (mode, key), (eager, captured) in zip(IN_ORDER, pairs, strict=True):
-        assert (eager.cudagraph_runtime_mode, eager.batch_descriptor) == (NONE, None)
-        assert (captured.cudagraph_runtime_mode, captured.batch_descriptor) == (mode, key)
-        assert eager.attn_metadata is captured.attn_metadata
-        assert len(captured.attn_metadata) == key.num_tokens + 1
-        assert captured.context == Context(batch_size=key.num_seqs or 1, graph_bs=key.num_seqs or 1)
-    assert get_forward_context() == ForwardContext()
-
-
 @pytest.mark.feature("C09")
 @pytest.mark.parametrize("was_enabled", [True, False])
 @pytest.mark.parametrize("fails", [False, True])
@@ -271,10 +249,7 @@ def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> N
         asked.append(key)
         return key.num_tokens not in (16, 2)
 
-    report = recorder.capture(
-        warmups={FULL: 0, PIECEWISE: 0},
-        fits_on_all_ranks=fits_on_all_ranks,
-    )
+    report = recorder.capture(warmups={FULL: 0, PIECEWISE: 0}, fits_on_all_ranks=fits_on_all_ranks)
     assert asked == [key for _, key in IN_ORDER]
     assert recorder.captured() == [
         ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)
@@ -327,3 +302,83 @@ def test_no_window_opens_after_a_strict_seal() -> None:
         Recorder().capture()
     unseal()
     assert len(Recorder().capture().captured) == 6
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+WARMUPS = {FULL: 0, PIECEWISE: 0}
+
+
+def test_in_a_shared_pool_the_largest_graph_pays_for_all_tensors() -> None:
+    mib = MIN_GRAPH_BYTES
+    pieces = CaptureTrial((16, 8, 4), first_bytes=100 * mib, second_bytes=3 * mib)
+    whole = CaptureTrial((4, 2), first_bytes=40 * mib, second_bytes=mib // 2)
+    assert estimate_graph_bytes([pieces, whole]) == (100 + 2 * 3 + 1) * mib
+    assert estimate_graph_bytes([pieces]) == 106 * mib
+    assert estimate_graph_bytes([CaptureTrial((4,), 5, 0)]) == 5
+    assert estimate_graph_bytes([CaptureTrial((), 0, 0)]) == 0
+
+
+def test_separate_pools_pay_for_each_size_in_proportion() -> None:
+    pieces = CaptureTrial((16, 8, 4), first_bytes=160, second_bytes=0)
+    whole = CaptureTrial((3, 1), first_bytes=10, second_bytes=0)
+    assert estimate_graph_bytes([pieces, whole], policy="per_bucket") == 280 + 14
+
+
+class Model:
+    """Makes a tensor of 4096 bytes for each token, whole or in pieces."""
+
+    def __init__(self) -> None:
+        self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12))
+        self.inputs = torch.ones(16, 1024)
+        self.piece = CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools)
+        self.whole = CUDAGraphWrapper(self.piece, FULL, self.pools)
+
+    def run(self, case: CaptureCase) -> torch.Tensor:
+        out: torch.Tensor = self.whole(self.inputs[: case.descriptor.num_tokens])
+        return out
+
+    def cases(self) -> list[CaptureCase]:
+        pieces = [
+            CaptureCase(PIECEWISE, BatchDescriptor(n, None, False), ForwardContext)
+            for n in (16, 8, 1)
+        ]
+        whole = [CaptureCase(FULL, BatchDescriptor(n, n, True), ForwardContext) for n in (4, 2)]
+        return [*pieces, *whole]
+
+    def trials(self) -> list[CaptureTrial]:
+        return capture_trials(
+            self.cases(),
+            self.run,
+            pools=self.pools,
+            warmups=WARMUPS,
+            synchronize=lambda: None,
+            used_bytes=lambda: self.pools.num_bytes,
+        )
+
+
+def test_a_trial_measures_the_two_largest_of_each_mode_and_leaves_nothing() -> None:
+    model = Model()
+    # In a shared pool the second one finds room in what the first has let go of.
+    assert model.trials() == [
+        CaptureTrial((16, 8, 1), 16 * 4096, 0),
+        CaptureTrial((4, 2), 4 * 4096, 0),
+    ]
+    assert model.pools.num_bytes == 0
+    assert not model.whole.num_replays and not model.piece.num_replays
+    assert model.trials() == model.trials()
+
+
+def test_the_estimate_of_a_shared_pool_is_no_less_than_what_is_captured() -> None:
+    model = Model()
+    estimate = estimate_graph_bytes(model.trials())
+    report = capture_all(
+        model.cases(),
+        model.run,
+        rank=0,
+        pools=model.pools,
+        warmups=WARMUPS,
+        synchronize=lambda: None,
+    )
+    assert len(model.piece.num_replays) == 3 and len(model.whole.num_replays) == 2
+    assert 16 * 4096 <= report.num_bytes <= estimate

@@ -11,9 +11,9 @@ import torch
 
 from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
+from compile.errors import ReplayError
 from compile.graphs.capture import capture_window
 from compile.graphs.cuda import CudaStepGraph, alias
-from compile.graphs.errors import ReplayError
 from compile.graphs.pools import GraphPools, new_graph_pool, new_step_graph
 from compile.graphs.wrapper import CUDAGraphWrapper
 

@@ -12,31 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from compile.config import CompilationConfig, CUDAGraphMode
+from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
-from compile.custom_op import direct_register_custom_op
-from compile.graphs.capture import (
-    CaptureCase,
-    capture_all,
-    capture_window,
-    graphs_to_capture,
-    seal,
-    unseal,
-    warmups_of,
-)
-from compile.graphs.cpu.pool import CpuGraphPool
-from compile.graphs.errors import LateCapture, ReplayError
+from compile.errors import LateCapture, ReplayError
+from compile.graphs.capture import capture_window, seal, unseal
 from compile.graphs.pools import GraphPools, new_graph_pool
-from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs, wrap_forward
-from compile.pieces.plan import wrapped
-from compile.scope import CompileScope
+from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 CPU = torch.device("cpu")
-WIDTH = 4
-MAX_TOKENS = 8
-WEIGHTS = torch.randn(2, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def shared_pools() -> GraphPools:
@@ -64,131 +49,6 @@ def step(mode: CUDAGraphMode, key: BatchDescriptor | None) -> Any:
 
 def fill(buffer: torch.Tensor, seed: int) -> None:
     buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)))
-
-
-# --- a model of two pieces around attention -----------------------------------------------------
-
-
-def _attend(q: torch.Tensor, out: torch.Tensor) -> None:
-    """Look at values, as attention looks at lengths, and write into the caller's output."""
-    length = int(q.sum().abs()) % 3 + 1
-    out.copy_(q / length)
-
-
-attend = direct_register_custom_op("test_wrapper_attend", _attend, mutates_args=["out"])
-
-
-class Model:
-    """Two pieces around an eager op. `calls` counts what runs and is not replayed."""
-
-    def __init__(self, config: CompilationConfig, pools: GraphPools) -> None:
-        self.calls: list[str] = []
-        scope = CompileScope(config, pools=pools)
-        self.pieces = [wrapped(scope, self.before, 0), wrapped(scope, self.after, 1)]
-
-    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append("before")
-        return (x @ WEIGHTS[0]).tanh(), torch.empty_like(x)
-
-    def after(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.append("after")
-        return (x @ WEIGHTS[1]).tanh()
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        q, out = self.pieces[0](x)
-        attend(q, out)
-        return self.pieces[1](out)
-
-
-def eager(x: torch.Tensor) -> torch.Tensor:
-    return Model(CompilationConfig(), shared_pools())(x)  # type: ignore[no-any-return]
-
-
-class Engine:
-    """A model with static inputs that captures what its configuration asks for."""
-
-    def __init__(self, mode: CUDAGraphMode, **fields: Any) -> None:
-        self.config = CompilationConfig(
-            level=3,
-            cudagraph_mode=mode,
-            graph_bs=(1, 4),
-            capture_num_tokens=(1, 2, 8),
-            num_warmups_full=1,
-            num_warmups_piecewise=3,
-            **fields,
-        )
-        self.pools = shared_pools()
-        self.model = Model(self.config, self.pools)
-        self.forward = wrap_forward(self.model, self.config, self.pools)
-        self.inputs = torch.zeros(MAX_TOKENS, WIDTH)
-
-    def capture(self) -> None:
-        cases = [
-            CaptureCase(mode, key, ForwardContext)
-            for mode, key in graphs_to_capture(self.config, MAX_TOKENS)
-        ]
-        capture_all(
-            cases,
-            lambda case: self.forward(self.inputs[: case.descriptor.num_tokens]),
-            rank=0,
-            pools=self.pools,
-            warmups=warmups_of(self.config),
-            synchronize=lambda: None,
-        )
-
-    def run(self, mode: CUDAGraphMode, key: BatchDescriptor, seed: int) -> torch.Tensor:
-        fill(self.inputs, seed)
-        with torch.inference_mode(), step(mode, key):
-            output: torch.Tensor = self.forward(self.inputs[: key.num_tokens])
-        return output.clone()
-
-
-@pytest.mark.parametrize(
-    ("mode", "captured", "in_decode", "in_mixed"),
-    [
-        pytest.param(NONE, 0, 0, 0, marks=pytest.mark.feature("B01")),
-        # Two pieces for each of three sizes.
-        pytest.param(PIECEWISE, 2 * 3, 2, 2, marks=pytest.mark.feature("B02")),
-        # Two decode steps and three that are none.
-        pytest.param(FULL, 2 + 3, 1, 1, marks=pytest.mark.feature("B03")),
-        pytest.param(CUDAGraphMode.FULL_DECODE_ONLY, 2, 1, 0, marks=pytest.mark.feature("B04")),
-        pytest.param(
-            CUDAGraphMode.FULL_AND_PIECEWISE, 2 + 6, 1, 2, marks=pytest.mark.feature("B05")
-        ),
-    ],
-)
-def test_a_mode_captures_and_replays_what_it_says(
-    mode: CUDAGraphMode, captured: int, in_decode: int, in_mixed: int
-) -> None:
-    engine = Engine(mode)
-    is_wrapped = [isinstance(each, CUDAGraphWrapper) for each in engine.model.pieces]
-    assert is_wrapped == [PIECEWISE in (mode.decode_mode(), mode.mixed_mode())] * 2
-    assert isinstance(engine.forward, CUDAGraphWrapper) == (mode.decode_mode() is FULL)
-    with counter.expect(num_cudagraph_captured=captured, num_cudagraph_replayed=0):
-        engine.capture()
-    is_uniform = mode.decode_mode() is FULL
-    decode = BatchDescriptor(4, 4, True) if is_uniform else BatchDescriptor(8, None, False)
-    mixed = BatchDescriptor(8, 8, False) if mode is FULL else BatchDescriptor(8, None, False)
-    steps = [(mode.decode_mode(), decode, in_decode), (mode.mixed_mode(), mixed, in_mixed)]
-    for seed, (runtime_mode, key, replayed) in itertools.product((1, 2), steps):
-        engine.model.calls.clear()
-        with counter.expect(num_cudagraph_replayed=replayed, num_late_captures=0):
-            output = engine.run(runtime_mode, key, seed)
-        assert engine.model.calls == ([] if replayed else ["before", "after"])
-        assert torch.equal(output, eager(engine.inputs[: key.num_tokens]))
-
-
-@pytest.mark.feature("B09")
-def test_without_graphs_nothing_is_wrapped_or_captured() -> None:
-    engine = Engine(CUDAGraphMode.FULL_AND_PIECEWISE, use_cudagraph=False)
-    assert engine.forward is engine.model
-    assert not any(isinstance(piece, CUDAGraphWrapper) for piece in engine.model.pieces)
-    with counter.expect(num_cudagraph_captured=0):
-        engine.capture()
-    assert engine.pools.num_bytes == 0
-
-
-# --- one wrapper --------------------------------------------------------------------------------
 
 
 def counting(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -240,20 +100,6 @@ def test_an_input_that_moved_is_an_error_with_both_lists() -> None:
     assert "PIECEWISE graph for BatchDescriptor(num_tokens=2" in str(caught.value)
 
 
-@pytest.mark.feature("M03")
-def test_pool_memory_is_flat_over_descending_sizes() -> None:
-    pool = CpuGraphPool(segment_bytes=1 << 12)
-    wrapper = CUDAGraphWrapper(lambda x: x.tanh() + 1, FULL, GraphPools(lambda: pool))
-    x = torch.ones(8, 1024)
-    sizes = []
-    with capture_window():
-        for n in range(8, 0, -1):
-            with step(FULL, BatchDescriptor(n, None, False)):
-                wrapper(x[:n])
-            sizes.append(pool.num_bytes)
-    assert sizes == [sizes[0]] * 8 and sizes[0] <= 3 * 8 * 4096
-
-
 @pytest.mark.feature("M04")
 def test_garbage_is_collected_before_the_first_piece_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     collections: list[int] = []
@@ -266,26 +112,6 @@ def test_garbage_is_collected_before_the_first_piece_alone(monkeypatch: pytest.M
             piece(torch.ones(2))
             counts.append(len(collections))
     assert counts == [1, 1, 1]
-
-
-@pytest.mark.feature("D06")
-def test_addresses_stay_the_same_over_steps_of_any_size() -> None:
-    engine = Engine(PIECEWISE)
-    engine.capture()
-    numbers = torch.Generator().manual_seed(0)
-    addresses: dict[int, set[int]] = {}
-    with torch.inference_mode():
-        for seed in range(100):
-            n = (1, 2, 8)[int(torch.randint(3, (), generator=numbers))]
-            fill(engine.inputs, seed)
-            with step(PIECEWISE, BatchDescriptor(n, None, False)):
-                output = engine.forward(engine.inputs[:n])
-            assert torch.equal(output, eager(engine.inputs[:n]))
-            addresses.setdefault(n, set()).add(output.data_ptr())
-    assert sorted(map(len, addresses.values())) == [1, 1, 1]
-
-
-# --- outside of the window ----------------------------------------------------------------------
 
 
 @pytest.mark.feature("C11")
@@ -322,9 +148,6 @@ def test_a_strict_seal_refuses_a_key_that_was_not_captured() -> None:
         step(FULL, BatchDescriptor(1, None, False)),
     ):
         wrapper(x[:1])
-
-
-# --- eager ops between pieces -------------------------------------------------------------------
 
 
 class Chain:

@@ -118,8 +118,7 @@ def line_of(toy: Callable[..., Any]) -> tuple[int, str]:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-@pytest.mark.feature("J06")
-@pytest.mark.feature("A07")
+@pytest.mark.feature("J06", "A07")
 @pytest.mark.parametrize(
     ("toy", "what", "remedy"), BREAKS, ids=[toy.__name__ for toy, *_ in BREAKS]
 )
@@ -163,9 +162,6 @@ def test_an_error_of_the_forward_itself_is_not_called_a_break(toys: Any) -> None
     with pytest.raises(Exception, match=r"shape|size|dtype") as error:
         module(torch.arange(8))
     assert error.type is not GraphBreakError
-
-
-# --- loops ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 from compile.config import DynamicShapes
 from compile.counters import counter
 from compile.pieces.decorator import support_torch_compile
-from compile.pieces.diagnose import GraphBreakError, SpecialisedError
+from compile.pieces.diagnose import GraphBreakError, SpecialisedError, recompile_hazards
 from compile.pieces.plan import GuardError
 from compile.pieces.shapes import next_pow2
 
@@ -42,9 +42,6 @@ def constant(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> tor
 
 def plain(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return input_ids * 2 + positions
-
-
-# --- the three modes --------------------------------------------------------------------------
 
 
 @pytest.mark.feature("J01", "J03")
@@ -131,7 +128,7 @@ def test_what_the_warning_names_is_one_graph_for_every_size(
 ) -> None:
     with contextlib.suppress(SpecialisedError):
         toys.build(module_of(hazard))(*toys.inputs(8))
-    assert named in caplog.text
+    assert f"{__file__}:{hazard.__code__.co_firstlineno + 1}: {named}" in caplog.text
     caplog.clear()
     module = toys.build(module_of(remedy))
     with counter.expect(num_graphs_seen=1):
@@ -140,15 +137,40 @@ def test_what_the_warning_names_is_one_graph_for_every_size(
     assert "found" not in caplog.text and "traced for" not in caplog.text
 
 
+def halving(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    while input_ids.shape[0] > 1:
+        input_ids = input_ids[: input_ids.shape[0] // 2]
+    return input_ids
+
+
+@pytest.mark.feature("J05")
+def test_a_loop_on_a_size_is_named_too() -> None:
+    (hazard,) = recompile_hazards(halving)
+    assert hazard.startswith(
+        f"{__file__}:{halving.__code__.co_firstlineno + 1}: wanted torch.where"
+    )
+    assert hazard.endswith(", found a loop on a size")
+
+
+@pytest.mark.feature("J05")
+def test_next_pow2_is_exact() -> None:
+    power = 1
+    for n in range(2**20 + 1):
+        if n > power:
+            power *= 2
+        assert next_pow2(n) == power
+    for k in range(2, 62):
+        assert [next_pow2(2**k + i) for i in (-1, 0, 1)] == [2**k, 2**k, 2 ** (k + 1)]
+    assert [next_pow2(n) for n in (2**62 - 1, 2**62, 2**62 + 1)] == [2**62, 2**62, 2**63]
+    assert [next_pow2(n) for n in (-5, 0, 1)] == [1, 1, 1]
+
+
 @pytest.mark.feature("J01")
 def test_an_unbacked_symbol_refuses_to_be_asked(toys: Any) -> None:
     module = toys.build(module_of(branching), dynamic_shapes=DynamicShapes.UNBACKED)
     found = r"found a branch on a size at .*test_dynamic_shapes\.py:\d+ `if input_ids.shape\[0\]"
     with pytest.raises(GraphBreakError, match=found):
         module(*toys.inputs(8))
-
-
-# --- specialisation ---------------------------------------------------------------------------
 
 
 @pytest.mark.feature("J02")
@@ -186,9 +208,6 @@ def test_evaluated_guards_survive_a_warm_start_and_are_told_again(
             warm(*toys.inputs(17))
     again = [record.getMessage() for record in caplog.records if "alone, as" in record.getMessage()]
     assert again == 2 * told
-
-
-# --- the token argument -----------------------------------------------------------------------
 
 
 @pytest.mark.feature("E11")

@@ -259,16 +259,6 @@ def test_an_unknown_op_is_refused_by_name(split: Any, name: str) -> None:
 # --- keys -------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("E05")
-@pytest.mark.parametrize("num_layers", [2, 16])
-def test_layers_share_a_key_and_the_ends_do_not(toys: Any, split: Any, num_layers: int) -> None:
-    found = split(toys.Plain(num_layers).forward, *toys.inputs(6))
-    keys = [key_of(item) for item in found.items if not item.is_splitting]
-    assert len(keys) == num_layers + 1
-    assert len(set(keys[1:-1])) == 1
-    assert len({keys[0], keys[1], keys[-1]}) == 3
-
-
 def test_what_changes_code_changes_the_key(split: Any) -> None:
     variants = [
         (lambda x: x * 2, X),
@@ -352,11 +342,3 @@ def test_what_piecewise_graphs_rely_on_is_checked(
         check_pieces(broken.items, broken.symbol, captured=False)
     with pytest.raises(PieceInvariantError, match=found):
         check_pieces(broken.items, broken.symbol, captured=captured)
-
-
-@pytest.mark.feature("N08")
-def test_a_decoder_keeps_all_three_rules(toys: Any, split: Any) -> None:
-    toy = toys.Plain()
-    found = split(lambda ids: toy(ids, ids), toys.inputs(6)[0])
-    assert found.kinds == "cececec"
-    check_pieces(found.items, found.symbol, captured=True)

@@ -74,9 +74,6 @@ def stitched(toys: Any) -> Callable[..., Stitched]:
     return lambda forward, *args, ops=(ATTENTION,): Stitched(toys, forward, args, ops)
 
 
-# --- the text ---------------------------------------------------------------------------------
-
-
 @pytest.mark.feature("E08")
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_the_written_function_equals_the_stitching_graph(
@@ -114,8 +111,7 @@ def test_a_value_is_freed_before_the_piece_after_its_last_use(toys: Any, stitche
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(2.5, [1, 2]), (math.inf, [3]), (1.0, [], "a 'quoted' \\ name"), (0.5, [4], None)],
+    "arguments", [(2.5, [1, 2]), (math.inf, [3]), (1.0, [], "a 'quoted' \\ name"), (0.5, [4], None)]
 )
 def test_constants_of_an_op_are_written_as_they_are(stitched: Any, arguments: Any) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -144,9 +140,6 @@ def test_ops_that_return_nothing_are_not_kept(toys: Any, stitched: Any) -> None:
     found = stitched(toys.Plain().forward, *toys.inputs(6))
     assert found.code.ops == {"toy_attention": "lockstep::toy_attention.default"}
     found.run(lambda op: pytest.fail("attention writes into its caller's output"))
-
-
-# --- the copy layer ---------------------------------------------------------------------------
 
 
 class Seen:

@@ -14,11 +14,7 @@ import torch
 from torch import nn
 
 from compile.pieces.decorator import support_torch_compile
-from compile.pieces.plan import (
-    ForwardPlan,
-    PlanError,
-    bind,
-)
+from compile.pieces.plan import ForwardPlan, PlanError, bind
 from compile.pieces.stitch import StitchError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,8 +53,6 @@ def test_an_op_that_is_missing_is_refused(toys: Any, compiled: Any, plan: Forwar
     with pytest.raises(StitchError, match="lockstep::gone"):
         bind(toys.scope(), other, compiled, pieces(compiled, plan))
 
-
-# --- in another process -----------------------------------------------------------------------
 
 CHILD = """
 import importlib.util, json, sys
@@ -123,9 +117,6 @@ def test_another_process_runs_the_plan_and_imports_neither_dynamo_nor_inductor(
 ) -> None:
     # Importing torch alone imports neither, so their absence afterwards says something.
     assert in_a_fresh_process == {"same": [True, True, True], "before": [], "after": []}
-
-
-# --- sources ----------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):

@@ -1,4 +1,4 @@
-"""Triton kernels against their references in Triton's interpreter; run by test_interpreter.py.
+"""Triton kernels against their references in Triton's interpreter; run by test_triton.py.
 
     TRITON_INTERPRET=1 python interpreted.py GROUP NUM_SHAPES
 

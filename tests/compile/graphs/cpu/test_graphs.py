@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from compile.context import ForwardContext, forward_context, get_forward_context
 from compile.custom_op import direct_register_custom_op
-from compile.graphs.boundary import boundary
+from compile.errors import CaptureError, ReplayError
+from compile.graphs.boundary import boundary, map_tensors, tensors_of
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
-from compile.graphs.errors import CaptureError, ReplayError
 from compile.graphs.pools import GraphPool, StepGraph, new_graph_pool, new_step_graph
 
 CPU = torch.device("cpu")
@@ -208,6 +208,20 @@ def test_a_piece_keeps_strides_shared_memory_and_what_is_no_tensor() -> None:
     assert (row.stride(), named["t"].stride()) == ((0, 1), (1, N))
     assert same is x
     assert (named["n"], nothing) == (3, None)
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    name: str
+
+
+def test_containers_keep_their_types_and_tensors_their_order() -> None:
+    x = [torch.full((), float(i)) for i in range(5)]
+    value = (x[0], [x[1], None, 3], {"a": x[2], "b": "text"}, Pair(x[3], "n"), x[4])
+    assert [float(t) for t in tensors_of(value)] == [0, 1, 2, 3, 4]
+    found = map_tensors(lambda t: int(t) * 10, value)
+    assert found == (0, [10, None, 3], {"a": 20, "b": "text"}, (30, "n"), 40)
+    assert type(found[3]) is Pair
 
 
 # --- memory -------------------------------------------------------------------------------------
