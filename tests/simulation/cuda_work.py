@@ -19,15 +19,7 @@ from typing import Any
 
 import torch
 from cuda_device import DEVICE_WAITS, EVENT_WAITS, PAGEABLE, PINNED, STREAM_WAITS, Order
-from cuda_serving import (
-    COPIES,
-    EVENT_WAITS_PER_STEP,
-    STEPS,
-    TRANSFERS,
-    Pair,
-    Request,
-    Single,
-)
+from cuda_serving import COPIES, EVENT_WAITS_PER_STEP, STEPS, TRANSFERS, Pair, Request, Single
 from cuda_torch import simulated
 
 from serve.requests.sampling import SamplingParams

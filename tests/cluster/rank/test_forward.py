@@ -20,13 +20,7 @@ from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import (
-    NewBlocks,
-    StepAgreement,
-    StepKind,
-    StepPlan,
-    Vote,
-)
+from cluster.wire.messages import NewBlocks, StepAgreement, StepKind, StepPlan, Vote
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import (
     BatchDescriptor,
@@ -50,11 +44,7 @@ MAX_NUM_SEQS = 6
 
 
 def make_runner(
-    oracle: Any,
-    mode: str,
-    level: int = 0,
-    fields: dict[str, Any] | None = None,
-    **arguments: Any,
+    oracle: Any, mode: str, level: int = 0, fields: dict[str, Any] | None = None, **arguments: Any
 ) -> ModelRunner:
     sizes: dict[str, Any] = {}
     if mode != "NONE":

@@ -165,9 +165,7 @@ def test_an_ingress_whose_port_is_a_strangers_is_given_up(
     sender.close()
 
 
-def test_many_ends_are_frames_that_a_pool_takes(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_many_ends_are_frames_that_a_pool_takes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     sender = make(context)
     watcher, to_watcher = listen(context)
     sender.watch(to_watcher)
