@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cluster.config import EngineConfig, Role
@@ -246,14 +247,7 @@ class Pair:
         return list(tokens.values())
 
     def _resume(self, request: GenerateRequest, output: EngineOutput) -> None:
-        resumed = GenerateRequest(
-            request.request_id,
-            request.prompt_token_ids,
-            output.token_ids,
-            request.sampling,
-            request.reply_to,
-            request.cache_salt,
-        )
+        resumed = msgspec.structs.replace(request, output_token_ids=output.token_ids)
         self._decode.engine.submit(Submit(resumed, output.handoff))
 
     def _message(self, request: Request) -> GenerateRequest:
