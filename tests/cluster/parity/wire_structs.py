@@ -25,9 +25,15 @@ def sampling_of(**fields: Any) -> Sampling:
 
 
 def request_of(
-    request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any
+    request_id: str,
+    prompt: list[int],
+    reply_to: str = "",
+    *,
+    output: list[int] | None = None,
+    **sampling: Any,
 ) -> GenerateRequest:
-    return GenerateRequest(request_id, prompt, [], sampling_of(**sampling), reply_to, b"")
+    sampled = sampling_of(**sampling)
+    return GenerateRequest(request_id, prompt, output or [], sampled, reply_to, b"")
 
 
 def submit_of(request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any) -> Submit:
