@@ -10,28 +10,13 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from local_ranks import CREDENTIALS, HANDSHAKE
+from wire_structs import submit_of
 
 from cluster.config import EngineConfig
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    OutputFrame,
-    Sampling,
-    Submit,
-    decode,
-    encode,
-)
-from cluster.wire.sockets import (
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    join,
-    listening_socket,
-    pack,
-)
-
-CREDENTIALS = Credentials("test", b"s" * 32)
+from cluster.wire.messages import EngineOutput, OutputFrame, decode, encode
+from cluster.wire.sockets import connecting_socket, end_context, join, listening_socket, pack
 
 RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
 """(config, epoch=0, credentials=CREDENTIALS, is_started=True): a group, killed at the end."""
@@ -98,21 +83,17 @@ async def _generate(
     """
     context = zmq.asyncio.Context()
     tokens: list[list[int]] = [[] for _ in prompts]
-    handshake = CurveHandshake(CREDENTIALS.secret)
-    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
+    replies = listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000)
     leaders = {
-        inbox: connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000)
+        inbox: connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000)
         for inbox in set(inboxes)
     }
     try:
         reply_to = f"tcp://127.0.0.1:{replies.bind_to_random_port('tcp://127.0.0.1')}"
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None, None)
         for inbox, leader in leaders.items():
             leader.connect(inbox)
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
-            frame = encode(
-                Submit(GenerateRequest(str(i), prompt, [], sampling, reply_to, b""), None)
-            )
+            frame = encode(submit_of(str(i), prompt, reply_to, max_tokens=num_tokens))
             await leaders[inbox].send_multipart(pack(frame, CREDENTIALS))
             await asyncio.sleep(pause_s)
         num_left, num_cached = len(prompts), 0

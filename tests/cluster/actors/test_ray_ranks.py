@@ -10,20 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from local_ranks import config_of
 
 pytestmark = pytest.mark.ray
-
-
-def config(oracle: Any) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        role=Role.MIXED,
-        cache=CacheConfig(block_size=4, num_kv_blocks=100),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-    )
 
 
 @pytest.mark.feature("P19")
@@ -32,7 +21,7 @@ def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
 ) -> None:
     import ray
 
-    engine = config(make_oracle("tied"))
+    engine = config_of(make_oracle("tied").path, num_kv_blocks=100)
 
     async def scenario() -> None:
         async with running_group(engine, epoch=3) as group:
@@ -64,7 +53,7 @@ def test_a_placement_that_cannot_be_had_tells_what_is_free(
 ) -> None:
     from cluster.actors.placement import PlacementError, create_placement_group
 
-    engine = config(make_oracle("tied"))
+    engine = config_of(make_oracle("tied").path)
     with pytest.raises(PlacementError, match=r"wanted \[\{'CPU': 1000\}\] within 1 s, found free"):
         create_placement_group(engine, num_cpus=1000, timeout_s=1)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from local_ranks import config_of
 from wire_structs import submit_of
 
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.divergence import StepDivergence
 from cluster.group import membership
 from cluster.group.context import RankContext, RankPlace
@@ -20,20 +20,12 @@ from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
-from compile.config import CompilationConfig
 
 
 def group_of_two(oracle: Any, **compilation: Any) -> tuple[Leader, Follower]:
     """Load two ranks of one group, both in this process."""
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=40),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
-        parallel=ParallelConfig(2),
-        compilation=CompilationConfig(**compilation),
-    )
-    context = RankContext(config)
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 24}
+    context = RankContext(config_of(oracle.path, parallel=(2,), **sizes | compilation))
     endpoints = LeaderEndpoints(context)
     assert endpoints.rendezvous is not None
     with ThreadPoolExecutor(1) as threads:
