@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from local_ranks import config_of
 from wire_structs import admission_of, plan_of, submit_of, vote_of
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.lockstep import AloneLockstep
-from cluster.group.context import RankContext
+from cluster.group.context import Progress, RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import NewBlocks, StepAgreement, StepKind, StepPlan, Vote
-from compile.config import CompilationConfig, CUDAGraphMode
+from compile.config import CUDAGraphMode
 from compile.context import (
     BatchDescriptor,
     Context,
@@ -33,6 +33,7 @@ from compile.context import (
 from compile.counters import counter
 from compile.dispatch import decide
 from compile.graphs.capture import is_in_capture_window
+from compile.graphs.errors import LateCapture
 from model.config import ModelConfig
 from model.kernels import cpu
 from model.layers.attention import AttentionMetadata
@@ -44,24 +45,29 @@ MAX_NUM_SEQS = 6
 
 
 def make_runner(
-    oracle: Any, mode: str, level: int = 0, fields: dict[str, Any] | None = None, **arguments: Any
+    oracle: Any,
+    mode: str,
+    level: int = 0,
+    fields: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    **arguments: Any,
 ) -> ModelRunner:
     sizes: dict[str, Any] = {}
     if mode != "NONE":
         sizes |= {"cudagraph_capture_sizes": GRAPH_BS, "num_warmups_full": 1}
     if mode in ("FULL", "FULL_AND_PIECEWISE"):
         sizes["capture_num_tokens"] = GRAPH_TOKENS
-    sizes |= fields or {}
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=100),
-        scheduler=SchedulerConfig(MAX_NUM_SEQS, max_num_batched_tokens=24),
-        compilation=CompilationConfig(
-            level=level, cudagraph_mode=mode, use_inductor=False, sealed="warn", **sizes
-        ),
+    plain: dict[str, Any] = {"use_inductor": False, "sealed": "warn", **sizes, **(fields or {})}
+    config = config_of(
+        oracle.path,
+        num_kv_blocks=100,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        level=level,
+        cudagraph_mode=mode,
+        **plain,
     )
-    return ModelRunner(RankContext(config), **arguments)
+    return ModelRunner(RankContext(config, progress=progress), **arguments)
 
 
 @pytest.fixture
@@ -314,4 +320,45 @@ def test_a_graph_needs_room_for_the_logits_that_it_scores(
         monkeypatch.setattr(forward, "free_memory_bytes", lambda device, free=free: free)
         runner = make_runner(oracle, "FULL_DECODE_ONLY", fields={"capture_logits": scores})
         assert runner.forward.captured.batch_sizes == sizes
+        # What no captured graph holds is padded to none.
+        agreed = AloneLockstep(runner.switch).agree(vote_of(3))
+        wanted = (FULL.value, 4) if largest in sizes else (NONE.value, 3)
+        assert (agreed.mode, agreed.batch.num_seqs) == wanted
         runner.close()
+
+
+# --- when it is ready ---------------------------------------------------------------------------
+
+
+@pytest.mark.feature("C04")
+def test_each_captured_graph_is_progress_that_is_told(make_oracle: Callable[[str], Any]) -> None:
+    told: list[tuple[str, int, int]] = []
+    runner = make_runner(
+        make_oracle("tied"),
+        "FULL_DECODE_ONLY",
+        progress=lambda what, done, total: told.append((what, done, total)),
+    )
+    assert [each for each in told if each[0] == "capturing graphs"] == [
+        ("capturing graphs", done, 3) for done in (1, 2, 3)
+    ]
+    report = runner.forward.report
+    assert report is not None and report.elapsed_s > 0 and report.batch_sizes == GRAPH_BS
+
+
+@pytest.mark.feature("X01")
+@pytest.mark.parametrize("sealed", ["strict", "warn"])
+def test_a_rank_that_is_ready_captures_nothing_more(
+    make_oracle: Callable[[str], Any], sealed: str
+) -> None:
+    """Even if it is told to replay what no rank has captured."""
+    runner = make_runner(make_oracle("tied"), "FULL_DECODE_ONLY", fields={"sealed": sealed})
+    agreed = AloneLockstep(runner.switch).agree(vote_of(4))
+    agreed = msgspec.structs.replace(agreed, batch=BatchDescriptor(3, 3, True))
+    batch = runner.inputs.dummy(3, 3)
+    with torch.inference_mode():
+        if sealed == "strict":
+            with pytest.raises(LateCapture, match=r"num_tokens=3"):
+                runner.forward.run(batch, agreed, 3)
+        else:
+            runner.forward.run(batch, agreed, 3)
+    assert {key.num_seqs for key in runner.forward.num_replays} == set(GRAPH_BS)

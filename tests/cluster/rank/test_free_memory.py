@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import CREDENTIALS, HOST, config_of
 from wire_structs import plan_of, vote_of
 
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.config import EngineConfig, ParallelConfig
 from cluster.engine.lockstep import agree
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.membership import GroupMembership
@@ -21,15 +22,10 @@ from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token, free_memory_bytes
 from cluster.rank.runner import ModelRunner
-from cluster.wire.credentials import Credentials
 from cluster.wire.sockets import end_context
-from compile.config import CompilationConfig
 from compile.context import ForwardContext, forward_context, get_forward_context
 from model.config import ModelConfig
 from model.kernels import cpu
-
-HOST = "127.0.0.1"
-CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
@@ -86,7 +82,7 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
 
     One tells progress, and each knows the tokens of all.
     """
-    path, log = str(make_oracle("tied").path), list[str]()
+    path, log = make_oracle("tied").path, list[str]()
     entered: list[tuple[int, ForwardContext]] = []
     # The last rank has no room for graphs of two sequences.
     free = {0: [1 << 40] * 3, 1: [1 << 40, MARGIN_BYTES, 1 << 40]}
@@ -120,16 +116,8 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
 
     def work(group: GroupMembership) -> tuple[int, ...]:
         threading.current_thread().name = str(group.rank)
-        config = EngineConfig(
-            model_path=path,
-            max_model_len=32,
-            cache=CacheConfig(block_size=4, num_kv_blocks=32),
-            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            parallel=ParallelConfig(1, 2),
-            compilation=CompilationConfig(
-                level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2, 4)
-            ),
-        )
+        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": (1, 2, 4)}
+        config = config_of(path, 32, parallel=(1, 2), level=0, **graphs)
 
         def allocate_late(size: int) -> None:
             time.sleep(0.5 * group.rank)
