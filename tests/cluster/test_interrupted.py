@@ -13,15 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_ranks import (
-    CREDENTIALS,
-    HOST,
-    RunningLeader,
-    config_of,
-    make_engine,
-    run,
-    tokens_of,
-)
+from local_ranks import CREDENTIALS, HOST, RunningLeader, config_of, make_engine, run, tokens_of
 from msgspec.structs import replace as changed
 from wire_structs import rules_of, sampling_of
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from local_ranks import CREDENTIALS, HOST
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.config import EngineConfig, ParallelConfig
@@ -20,14 +21,10 @@ from cluster.group.context import RankContext
 from cluster.group.links import LinkAddress
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION, FrameError
 from cluster.wire.sockets import end_context
 from model.parallel import Shard
-
-HOST = "127.0.0.1"
-CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def run_ranks(

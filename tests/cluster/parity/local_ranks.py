@@ -19,13 +19,7 @@ from cluster.group.context import RankContext
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    OutputFrame,
-    Submit,
-    decode,
-)
+from cluster.wire.messages import EngineOutput, GenerateRequest, OutputFrame, Submit, decode
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,
