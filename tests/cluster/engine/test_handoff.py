@@ -138,25 +138,6 @@ def test_a_request_may_come_again_while_its_old_handoff_is_held(pair: SimpleName
     assert pair.holder.num_held == 2
 
 
-def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there() -> None:
-    shape = sim.Shape(num_blocks=5, max_num_seqs=2, caching=False)
-    pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)
-    texts = {}
-    for name in "ab":
-        request, handoff = take_over(pair, name, 7)
-        texts[name] = list(request.output_token_ids)
-        pair.decode.submit(request, handoff)
-    wanted = {
-        name: sim.continuation(sim.make_request(name, [ord(name) % 7, *range(1, 7)]))
-        for name in texts
-    }
-    for output in pair.run():
-        texts[output.request_id] += output.token_ids
-    assert texts == wanted
-    assert pair.decode.scheduler.stats().num_preemptions > 0
-    assert pair.decode.scheduler.stats().prompt_tokens_computed > 0
-
-
 def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into() -> None:
     shape = sim.Shape(num_blocks=6, caching=False)
     pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)

@@ -1,4 +1,4 @@
-"""Ranks of this process: their configuration, engines that are stepped by hand, leaders on threads.
+"""Ranks of this process: their configuration, groups, engines stepped by hand, leaders on threads.
 
 And an ingress's two sockets, to talk to leaders wherever they run.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, Role, SchedulerConfig
 from cluster.engine.engine import Engine
-from cluster.group.context import RankContext
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
@@ -66,6 +70,66 @@ def wait_for(found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         assert time.monotonic() < deadline, f"waited for {timeout_s} s"
         time.sleep(0.002)
     return result
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_endpoints(
+    tp: int, dp: int, host: str = HOST, is_on_one_node: bool = False
+) -> Iterator[tuple[list[LeaderEndpoints], list[Rendezvous]]]:
+    """Open what the leaders of a group open, and tell each of the others."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
+    surroundings: dict[str, Any] = {"credentials": CREDENTIALS, "is_on_one_node": is_on_one_node}
+    opened = [
+        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), host, **surroundings))
+        for dp_rank in range(dp)
+    ]
+    try:
+        yield opened, introduce([each.rendezvous for each in opened if each.rendezvous is not None])
+    finally:
+        for endpoints in opened:
+            if endpoints.listener is not None:
+                endpoints.listener.close()
+            end_context(endpoints.sockets, "test", linger=0)
+
+
+def run_ranks(
+    work: Callable[[GroupMembership], Any],
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    host: str = HOST,
+    is_on_one_node: bool = False,
+    device: str = "cpu",
+) -> list[Any]:
+    """Join dp x tp ranks on threads, do the work on each and leave; return the results."""
+
+    def run(rank: int) -> Any:
+        dp_rank, tp_rank = divmod(rank, tp)
+        where = told[dp_rank]
+        group = GroupMembership.join(
+            where,
+            tp_rank,
+            device,
+            host,
+            hello=where.hello(CREDENTIALS, 0),
+            listener=None if tp_rank else opened[dp_rank].listener,
+            dp_rank=dp_rank,
+            dp_size=dp,
+            shares_experts=True,
+        )
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with (
+        open_endpoints(tp, dp, host, is_on_one_node) as (opened, told),
+        ThreadPoolExecutor(dp * tp) as threads,
+    ):
+        return list(threads.map(run, range(dp * tp)))
 
 
 # --- engines --------------------------------------------------------------------------------------

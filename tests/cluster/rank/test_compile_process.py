@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from local_ranks import config_of, run, tokens_of
+from local_ranks import config_of, run, tokens_of, wait_for
 from wire_structs import submit_of
 
 from cluster.config import EngineConfig
@@ -141,10 +141,7 @@ def test_a_rank_whose_model_cannot_be_compiled_ends_and_says_why(
 
 def ended(job: CompileJob) -> CompileProcess:
     process = CompileProcess(job, lambda: None)
-    deadline = time.monotonic() + LIMIT_S
-    while not process.has_ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: process.has_ended, LIMIT_S)
     return process
 
 
@@ -170,8 +167,6 @@ def test_a_compiler_ends_with_its_rank(make_oracle: Callable[[str], Any], tmp_pa
         [sys.executable, "-c", PARENT, pickle.dumps(job).hex()], capture_output=True, text=True
     )
     assert done.returncode == -signal.SIGKILL
-    status, deadline = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + LIMIT_S
-    while is_running(status):
-        assert time.monotonic() < deadline, "the process that compiles outlives its rank"
-        time.sleep(0.05)
+    status = Path(f"/proc/{int(done.stdout)}/status")
+    wait_for(lambda: not is_running(status), LIMIT_S)  # it does not outlive its rank
     assert not list(tmp_path.glob("*/artifacts/*")), "it had compiled before it noticed"

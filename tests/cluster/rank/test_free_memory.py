@@ -5,73 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from local_ranks import CREDENTIALS, HOST, config_of
+from local_ranks import config_of, run_ranks
 from wire_structs import plan_of, vote_of
 
-from cluster.config import EngineConfig, ParallelConfig
 from cluster.engine.lockstep import agree
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.membership import GroupMembership
-from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token, free_memory_bytes
 from cluster.rank.runner import ModelRunner
-from cluster.wire.sockets import end_context
 from compile.context import ForwardContext, forward_context, get_forward_context
 from model.config import ModelConfig
 from model.kernels import cpu
-
-
-def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
-    """Join dp x tp ranks on threads, do the work on each and leave; return the results."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
-    opened = [
-        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), credentials=CREDENTIALS))
-        for dp_rank in range(dp)
-    ]
-    told = introduce([each.rendezvous for each in opened if each.rendezvous is not None])
-
-    def run(rank: int) -> Any:
-        dp_rank, tp_rank = divmod(rank, tp)
-        where = told[dp_rank]
-        group = GroupMembership.join(
-            where,
-            tp_rank,
-            "cpu",
-            HOST,
-            listener=None if tp_rank else opened[dp_rank].listener,
-            hello=where.hello(CREDENTIALS, 0),
-            dp_rank=dp_rank,
-            dp_size=dp,
-            shares_experts=True,
-        )
-        try:
-            return work(group)
-        finally:
-            group.close()
-
-    try:
-        with ThreadPoolExecutor(dp * tp) as threads:
-            return list(threads.map(run, range(dp * tp)))
-    finally:
-        for endpoints in opened:
-            end_context(endpoints.sockets, "test", linger=0)
-
-
-def test_ranks_agree_with_all_and_sum_among_their_own_or_across() -> None:
-    def work(group: GroupMembership) -> tuple[int, ...]:
-        one = torch.full((1,), 10.0**group.rank)
-        assert group.shard.data is not None
-        sums = [int(each.all_reduce(one.clone())) for each in (group.shard, group.shard.data)]
-        return group.all_reduce_min("n", 10 - group.rank), *sums
-
-    assert run_ranks(2, 2, work) == [(7, 11, 101), (7, 11, 1010), (7, 1100, 101), (7, 1100, 1010)]
 
 
 @pytest.mark.feature("C04", "P03", "P05", "P10")
@@ -132,7 +82,7 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
         return runner.forward.captured.batch_sizes
 
     votes = [vote_of(1, n) for n in (3, 9)]
-    assert run_ranks(2, 1, work) == [(1, 4)] * 2
+    assert run_ranks(work, dp=2) == [(1, 4)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 6
     assert "capturing graphs" in told[0] and "capturing graphs" not in told[1]
     # The same order on both ranks, and neither is a size ahead.

@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from local_ranks import CREDENTIALS, Ingress, config_of, wait_for
+from local_ranks import CREDENTIALS, Ingress, config_of, open_endpoints, wait_for
 from wire_structs import submit_of, vote_of
 
-from cluster.config import EngineConfig, ParallelConfig
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import JoinedLockstep, LockstepMachine, PeersSilent
@@ -36,7 +36,6 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from cluster.wire.sockets import end_context
 from examples.bench.fault_injection import Action, Fault, Place, arm
 
 EPOCH = 2
@@ -78,14 +77,9 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
     assert channel.phases == [Phase.AGREEING, Phase.BUILDING]
 
 
+@contextmanager
 def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     """Yield what joining came to on each rank, lockstep or error; `hello` alters fields by rank."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(1, size))
-    opened = [
-        LeaderEndpoints(RankContext(config, RankPlace(rank), credentials=CREDENTIALS))
-        for rank in range(size)
-    ]
-    told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
 
     def join(rank: int) -> JoinedLockstep | FrameError:
         mine = PeerHello(PROTOCOL_VERSION, "test", EPOCH, told[rank].nonce, rank, size, 0)
@@ -99,12 +93,10 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
             return error
         return JoinedLockstep(machine_of(rank, size), sockets, StepStats(time.monotonic))
 
-    with ThreadPoolExecutor(size) as threads:
-        yield list(threads.map(join, range(size)))
-    for endpoints in opened:
-        if endpoints.listener is not None:
-            endpoints.listener.close()
-        end_context(endpoints.sockets, "test", linger=0)
+    with open_endpoints(1, size) as (opened, told):
+        with ThreadPoolExecutor(size) as threads:
+            joined = list(threads.map(join, range(size)))
+        yield joined
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -116,9 +108,8 @@ def test_leaders_agree_over_sockets(size: int) -> None:
             lockstep.confirm()
         return found
 
-    for joined in join_all(size):
-        with ThreadPoolExecutor(size) as threads:
-            results = list(threads.map(step, range(size), joined))
+    with join_all(size) as joined, ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(step, range(size), joined))
     assert all(found == results[0] for found in results)
     assert results[0][-1].num_scheduled_tokens == tuple(range(1, size + 1))
 
@@ -136,16 +127,16 @@ def test_leaders_agree_over_sockets(size: int) -> None:
 def test_a_leader_of_another_group_is_refused_by_name(
     field: str, value: object, message: str
 ) -> None:
-    for first, _ in join_all(2, **{field: {1: value}}):
+    with join_all(2, **{field: {1: value}}) as (first, _):
         assert isinstance(first, FrameError)
         assert str(first) == message
 
 
 def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 0.2)
-    for first, *_ in join_all(3):
-        with pytest.raises(PeersSilent, match=r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "):
-            first.agree(vote(1, 0))
+    wanted = r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "
+    with join_all(3) as (first, *_), pytest.raises(PeersSilent, match=wanted):
+        first.agree(vote(1, 0))
 
 
 # --- whole leaders ------------------------------------------------------------------------------
