@@ -102,8 +102,7 @@ class Served(RunningLeader):
 
 
 @pytest.fixture(scope="module", params=[Role.MIXED, Role.DECODE], ids=lambda role: role.value)
-def served(request: pytest.FixtureRequest, make_oracle: Callable[[str], Any]) -> Iterator[Served]:
-    oracle = make_oracle("tied")
+def served(request: pytest.FixtureRequest, oracle: Any) -> Iterator[Served]:
     eager: dict[str, Any] = {"level": 0, "cudagraph_mode": "NONE"}
     config = config_of(oracle.path, 128, num_kv_blocks=64, role=request.param, **eager)
     timeout_s, kv_reads.ANSWER_TIMEOUT_S = kv_reads.ANSWER_TIMEOUT_S, 0.2

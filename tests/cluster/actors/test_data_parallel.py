@@ -140,9 +140,8 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
 
 @pytest.mark.feature("P19")
 def test_without_lockstep_each_leader_steps_for_itself(
-    running_group: Any, generate: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, generate: Any, oracle: Any
 ) -> None:
-    oracle = make_oracle("tied")
     prompts = prompts_for(oracle)[:3]
     apart: dict[str, Any] = {"parallel": (1, 2, False), "level": 0, "cudagraph_mode": "NONE"}
     engine = config_of(oracle.path, 128, num_kv_blocks=80, sealed="strict", **apart)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.feature("P19")
 def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
-    running_group: Any, reported: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, reported: Any, oracle: Any
 ) -> None:
     import ray
 
-    engine = config_of(make_oracle("tied").path, num_kv_blocks=100)
+    engine = config_of(oracle.path, num_kv_blocks=100)
 
     async def scenario() -> None:
         async with running_group(engine, epoch=3) as group:
@@ -48,12 +47,10 @@ def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
     asyncio.run(scenario())
 
 
-def test_a_placement_that_cannot_be_had_tells_what_is_free(
-    ray_cluster: Any, make_oracle: Callable[[str], Any]
-) -> None:
+def test_a_placement_that_cannot_be_had_tells_what_is_free(ray_cluster: Any, oracle: Any) -> None:
     from cluster.actors.placement import PlacementError, create_placement_group
 
-    engine = config_of(make_oracle("tied").path)
+    engine = config_of(oracle.path)
     with pytest.raises(PlacementError, match=r"wanted \[\{'CPU': 1000\}\] within 1 s, found free"):
         create_placement_group(engine, num_cpus=1000, timeout_s=1)
 

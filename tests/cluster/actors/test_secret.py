@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,14 @@ def test_no_secret_is_made_up_outside_of_ray(monkeypatch: pytest.MonkeyPatch) ->
         kept.application_secret("one")
 
 
-def test_the_secret_stands_in_no_log(running_group: Any, make_oracle: Callable[[str], Any]) -> None:
+def test_the_secret_stands_in_no_log(running_group: Any, oracle: Any) -> None:
     """Nor does its key: of a group that loads, serves nothing and is told of by an error."""
     import ray
 
     from cluster.actors.rank_group import RankDied
 
     secret = b"Neither seen nor logged by a one"
-    engine = config_of(make_oracle("tied").path, num_kv_blocks=3)  # too few: loading fails
+    engine = config_of(oracle.path, num_kv_blocks=3)  # too few: loading fails
 
     async def scenario() -> None:
         async with running_group(engine, credentials=Credentials("test", secret)):

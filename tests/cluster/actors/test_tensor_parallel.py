@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
     running_group: Any,
     generate: Any,
     reported: Any,
-    make_oracle: Callable[[str], Any],
+    oracle: Any,
     monkeypatch: pytest.MonkeyPatch,
     busy: bool,
 ) -> None:
@@ -32,7 +31,7 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
     from cluster.actors import rank_group
 
     monkeypatch.setattr(rank_group, "BLAME_S", 5.0)  # Ray may be late on a busy machine
-    engine = config_of(make_oracle("tied").path, 128, num_kv_blocks=80, parallel=(2,))
+    engine = config_of(oracle.path, 128, num_kv_blocks=80, parallel=(2,))
 
     async def scenario() -> None:
         async with running_group(engine) as group:
@@ -65,17 +64,14 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
 @pytest.mark.slow
 @pytest.mark.feature("P09")
 def test_a_follower_that_stops_while_it_loads_is_named(
-    running_group: Any,
-    make_oracle: Callable[[str], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    running_group: Any, oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader would wait for it for half an hour."""
     from cluster.actors import rank_group
 
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 20.0)
     level_3: dict[str, Any] = {"level": 3, "compiler": "eager", "cache_dir": str(tmp_path)}
-    engine = config_of(make_oracle("tied").path, num_kv_blocks=80, parallel=(2,), **level_3)
+    engine = config_of(oracle.path, num_kv_blocks=80, parallel=(2,), **level_3)
     engine = replace(engine, watchdog_s=1.0)
 
     async def scenario() -> tuple[str, float]:

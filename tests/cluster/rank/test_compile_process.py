@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,9 @@ def request(number: int) -> Submit:
 
 @pytest.mark.feature("X06")
 def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    oracle: Any, tmp_path: Path
 ) -> None:
-    path = make_oracle("tied").path
+    path = oracle.path
     eager = compiling(path, tmp_path, level=0, cudagraph_mode="NONE")
     with started(eager) as runner:
         outputs = run(assemble_engine(eager, runner), [request(0).request])
@@ -102,20 +102,20 @@ def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_war
 
 @pytest.mark.feature("X06")
 def test_without_a_cache_to_leave_it_in_a_rank_compiles_before_it_is_ready(
-    make_oracle: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_DISABLE_COMPILE_CACHE", "1")
-    with started(compiling(make_oracle("tied").path, tmp_path)) as runner:
+    with started(compiling(oracle.path, tmp_path)) as runner:
         assert runner.switch.is_over and runner.forward.captured.batch_sizes == (1, 2)
 
 
 @pytest.mark.feature("X06")
 def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    oracle: Any, tmp_path: Path
 ) -> None:
     lost = CompileJob.of(RankContext(compiling(tmp_path / "gone", tmp_path)), ALONE)
     assert "gone" in ended(lost).error
-    with started(compiling(make_oracle("tied").path, tmp_path)) as runner:
+    with started(compiling(oracle.path, tmp_path)) as runner:
         for child in psutil.Process().children():
             if "cluster.rank.compile_process" in child.cmdline():
                 child.terminate()
@@ -129,9 +129,9 @@ def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
 
 @pytest.mark.feature("E01", "A07", "F07")
 def test_a_rank_whose_model_cannot_be_compiled_ends_and_says_why(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    oracle: Any, tmp_path: Path
 ) -> None:
-    config = compiling(make_oracle("tied").path, tmp_path, splitting_ops=["lockstep::nothing"])
+    config = compiling(oracle.path, tmp_path, splitting_ops=["lockstep::nothing"])
     wanted = r"^compilation\.splitting_ops: wanted .*, found 'lockstep::nothing'$"
     with started(config) as runner, pytest.raises(CannotCompile, match=wanted):
         deadline = time.monotonic() + LIMIT_S
@@ -161,8 +161,8 @@ def is_running(status: Path) -> bool:
 
 
 @pytest.mark.feature("X06")
-def test_a_compiler_ends_with_its_rank(make_oracle: Callable[[str], Any], tmp_path: Path) -> None:
-    job = CompileJob.of(RankContext(compiling(make_oracle("tied").path, tmp_path)), ALONE)
+def test_a_compiler_ends_with_its_rank(oracle: Any, tmp_path: Path) -> None:
+    job = CompileJob.of(RankContext(compiling(oracle.path, tmp_path)), ALONE)
     done = subprocess.run(
         [sys.executable, "-c", PARENT, pickle.dumps(job).hex()], capture_output=True, text=True
     )

@@ -63,15 +63,12 @@ class AlteringReceiver:
     ],
 )
 def test_a_follower_whose_step_differs_does_not_run_it(
-    make_oracle: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    field: str,
-    alter: Callable[[Any], dict[str, Any]],
+    oracle: Any, monkeypatch: pytest.MonkeyPatch, field: str, alter: Callable[[Any], dict[str, Any]]
 ) -> None:
     """It names rank, step and field; its leader is left waiting, for the owner to kill."""
     # Longer than a busy machine may hold a thread up: earlier collectives have this bound too.
     monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
-    leader, follower = group_of_two(make_oracle("tied"))
+    leader, follower = group_of_two(oracle)
 
     def alter_fourth(frame: StepFrame) -> StepFrame:
         if frame.plan.step < 4:  # which admits the second sequence
@@ -109,12 +106,10 @@ def test_a_follower_whose_step_differs_does_not_run_it(
 
 
 def test_graphs_are_let_go_of_before_their_group_ends(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL waits in vain for the end of graphs that talk over the group."""
-    ranks = group_of_two(
-        make_oracle("tied"), cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
-    )
+    ranks = group_of_two(oracle, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2))
     leader, follower = ranks
 
     def num_graphs(rank: Leader | Follower) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,13 @@ from model.kernels import cpu
 
 @pytest.mark.feature("C04", "P03", "P05", "P10")
 def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once both have KV: what a rank of the node finds is what others are about to take.
 
     One tells progress, and each knows the tokens of all.
     """
-    path, log = make_oracle("tied").path, list[str]()
+    path, log = oracle.path, list[str]()
     entered: list[tuple[int, ForwardContext]] = []
     # The last rank has no room for graphs of two sequences.
     free = {0: [1 << 40] * 3, 1: [1 << 40, MARGIN_BYTES, 1 << 40]}

@@ -181,12 +181,12 @@ class Pair:
 
 
 @pytest.fixture
-def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Who does not notice itself that its peer has stopped ends soon.
     monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(membership, "END_TIMEOUT_S", 0.05)
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": (1, 2)}
-    config = config_of(make_oracle("tied").path, 128, parallel=(1, 2), level=0, **graphs)
+    config = config_of(oracle.path, 128, parallel=(1, 2), level=0, **graphs)
     contexts = [
         RankContext(config, RankPlace(rank, 0, EPOCH), credentials=CREDENTIALS) for rank in range(2)
     ]
