@@ -149,18 +149,10 @@ def test_allowed_tokens_and_min_tokens_hold(wanted: dict[str, Any]) -> None:
         assert len(output) > least and output[-1] in stops
 
 
-def test_a_batch_of_everything_changes_nothing(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
-) -> None:
-    results = run(engine_for(oracle), [request_for(name, prompts[name]) for name in CASES])
-    for name, outputs in results.items():
-        assert tokens_of(outputs) == tokens_of(wanted[name]), name
-
-
 def test_rows_forget_the_rules_of_their_last_sequence(
     oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
 ) -> None:
-    """One row for everybody, twice over: every case follows every other one."""
+    """One row for everybody, three times over: each case follows many others."""
     engine = engine_for(oracle, max_num_seqs=1)
     for names in (list(CASES), list(reversed(CASES)), sorted(CASES)):
         results = run(engine, [request_for(name, prompts[name]) for name in names])

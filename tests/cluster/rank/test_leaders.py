@@ -157,6 +157,12 @@ class Pair:
         submit = submit_of(request_id, [1, 2, 3], reply_to, max_tokens=num_tokens)
         self.sends[rank](encode(submit))
 
+    def submit_to_both(self) -> None:
+        """Submit `a` to the first and `b` to the second; return once both inboxes have one."""
+        for rank, name in enumerate("ab"):
+            self.submit(rank, name, 20)
+        wait_for(lambda: all(leader._inbox.socket.poll(10) for leader in self.leaders))
+
     def steps_asleep(self) -> list[int]:
         """Wait until both leaders sleep behind the same step; return it for each."""
 
@@ -273,10 +279,7 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
     """Whose frames are altered from step 4 on is named by its peer; no token of step 4 is told."""
     lockstep: Any = pair.leaders[1].engine.lockstep
     lockstep._channel = AlteringChannel(lockstep._channel, 4, fields)
-    pair.submit(0, "a", 20)
-    pair.submit(1, "b", 20)
-    while not all(leader._inbox.socket.poll(10) for leader in pair.leaders):
-        pass
+    pair.submit_to_both()
     began = time.monotonic()
     errors = run_both(pair)
     pair.threads[0].join(timeout=60)
@@ -303,10 +306,7 @@ def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_
     """Whatever field of the agreement differs on one rank."""
     note = tmp_path / "note"
     arm(pair.leaders[1], Fault(Place.DECODE, Action.DIVERGE, str(note), field))
-    pair.submit(0, "a", 20)
-    pair.submit(1, "b", 20)
-    while not all(leader._inbox.socket.poll(10) for leader in pair.leaders):
-        pass
+    pair.submit_to_both()
     errors = run_both(pair, stays_open=True)
     for thread in pair.threads:
         thread.join(timeout=60)
