@@ -84,22 +84,18 @@ def prompts_for(seed: int) -> dict[str, list[int]]:
     return {name: [rng.choice(few) for _ in range(rng.randint(20, 90))] for name in CASES}
 
 
-@pytest.fixture(scope="module")
-def prompts() -> dict[str, list[int]]:
-    return prompts_for(31)
+PROMPTS = prompts_for(31)
 
 
 @pytest.fixture(scope="module")
-def wanted(oracle: Any, prompts: dict[str, list[int]]) -> dict[str, list[EngineOutput]]:
+def wanted(oracle: Any) -> dict[str, list[EngineOutput]]:
     """Each case alone and from the beginning to the end."""
     engine = engine_for(oracle)
-    return {name: run(engine, [request_for(name, prompts[name])])[name] for name in CASES}
+    return {name: run(engine, [request_for(name, PROMPTS[name])])[name] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_parameter_has_an_effect(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
-) -> None:
+def test_every_parameter_has_an_effect(oracle: Any, wanted: dict[str, Any], name: str) -> None:
     """Otherwise the tests below would show nothing."""
     bases = {"greedy": "temperature", "temperature": "greedy", "frequency_penalty": "logit_bias"}
     base = bases.get(name)
@@ -107,7 +103,7 @@ def test_every_parameter_has_an_effect(
     if CASES[name].temperature == 0 and not base:
         sampling = PLAIN
     sampling = changed(sampling, stop_token_ids=CASES[name].stop_token_ids)
-    asked = GenerateRequest("0", prompts[name], [], sampling, "", b"")
+    asked = GenerateRequest("0", PROMPTS[name], [], sampling, "", b"")
     plain = run(engine_for(oracle), [asked])["0"]
     if name == "logprobs":
         assert tokens_of(plain) == tokens_of(wanted[name])
@@ -121,9 +117,9 @@ def test_every_parameter_has_an_effect(
     "name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "greedy"]
 )
 def test_greedy_tokens_are_the_best_of_transformers_logits(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
+    oracle: Any, wanted: dict[str, Any], name: str
 ) -> None:
-    prompt, output = prompts[name], tokens_of(wanted[name])
+    prompt, output = PROMPTS[name], tokens_of(wanted[name])
     rules = CASES[name].rules or NO_RULES
     logits = oracle.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
     for position, token in enumerate(output):
@@ -149,26 +145,22 @@ def test_allowed_tokens_and_min_tokens_hold(wanted: dict[str, Any]) -> None:
         assert len(output) > least and output[-1] in stops
 
 
-def test_rows_forget_the_rules_of_their_last_sequence(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
-) -> None:
+def test_rows_forget_the_rules_of_their_last_sequence(oracle: Any, wanted: dict[str, Any]) -> None:
     """One row for everybody, three times over: each case follows many others."""
     engine = engine_for(oracle, max_num_seqs=1)
     for names in (list(CASES), list(reversed(CASES)), sorted(CASES)):
-        results = run(engine, [request_for(name, prompts[name]) for name in names])
+        results = run(engine, [request_for(name, PROMPTS[name]) for name in names])
         for name, outputs in results.items():
             assert tokens_of(outputs) == tokens_of(wanted[name]), name
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pre_emption_changes_nothing(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
-) -> None:
+def test_pre_emption_changes_nothing(oracle: Any, wanted: dict[str, Any], name: str) -> None:
     """Copies of one sequence in a pool for little more than one of the longest."""
     engine = engine_for(oracle, num_kv_blocks=66)
-    request = request_for(name, prompts[name])
+    request = request_for(name, PROMPTS[name])
     fillers = [
-        GenerateRequest(f"filler {i}", prompts[name][i:], [], PLAIN, "", b"") for i in range(4)
+        GenerateRequest(f"filler {i}", PROMPTS[name][i:], [], PLAIN, "", b"") for i in range(4)
     ]
     results = run(engine, [*fillers, request])
     assert tokens_of(results[name]) == tokens_of(wanted[name])
@@ -178,18 +170,14 @@ def test_pre_emption_changes_nothing(
 @pytest.mark.parametrize("num_delivered", [1, 5, 40])
 @pytest.mark.parametrize("name", CASES)
 def test_resuming_on_another_engine_changes_nothing(
-    oracle: Any,
-    prompts: dict[str, list[int]],
-    wanted: dict[str, Any],
-    name: str,
-    num_delivered: int,
+    oracle: Any, wanted: dict[str, Any], name: str, num_delivered: int
 ) -> None:
     output = tokens_of(wanted[name])
     num_delivered = min(num_delivered, len(output) - 1)
     engine = engine_for(oracle)
     # Twice: the second time most of it is found in the prefix cache.
     for _ in range(2):
-        request = request_for(name, prompts[name], output[:num_delivered])
+        request = request_for(name, PROMPTS[name], output[:num_delivered])
         found = run(engine, [request])[name]
         assert tokens_of(found) == output[num_delivered:]
         _check_logprobs(found, wanted[name][num_delivered:])
@@ -229,12 +217,10 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
     return asyncio.run(all_of_them())
 
 
-def test_two_pools_change_nothing(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
-) -> None:
-    requests = [request_for(name, prompts[name]) for name in CASES]
+def test_two_pools_change_nothing(oracle: Any, wanted: dict[str, Any]) -> None:
+    requests = [request_for(name, PROMPTS[name]) for name in CASES]
     asks = changed(PLAIN, num_prompt_logprobs=2)
-    requests.append(GenerateRequest("prompt", prompts["greedy"], [], asks, "", b""))
+    requests.append(GenerateRequest("prompt", PROMPTS["greedy"], [], asks, "", b""))
     pools = {role.value: LocalPool(config_for(oracle, role=role)) for role in Role}
     mixed = pools.pop("mixed")
     try:
@@ -248,4 +234,4 @@ def test_two_pools_change_nothing(
     # They come from the prefill engine, once.
     for results in (two, one):
         given = [output.prompt_logprobs for output in results[-1]]
-        assert len(given[0]) == len(prompts["greedy"]) - 1 and not any(given[1:])
+        assert len(given[0]) == len(PROMPTS["greedy"]) - 1 and not any(given[1:])
