@@ -29,8 +29,15 @@ ORDERS: list[tuple[Order, int]] = [("late", 0), ("eager", 0), *(("random", i) fo
 SEED = 0
 NUM_RANDOM_ORDERS = 10
 """Times the factor of `--fuzz`."""
-DRAWN = drawn_cases(SEED)
-OTHERS = [pytest.param(way, marks=pytest.mark.slow) for way in all_ways() if way not in DRAWN]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Serve a case of each family; with a factor of `--fuzz`, in all other ways too."""
+    if "case" in metafunc.fixturenames:
+        drawn = drawn_cases(SEED)
+        more = all_ways() if metafunc.config.getoption("--fuzz") > 1 else []
+        cases = [*drawn, *(way for way in more if way not in drawn)]
+        metafunc.parametrize("case", cases, ids=str)
 
 
 @pytest.fixture(params=ORDERS, ids=str)
@@ -81,7 +88,6 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 
 @pytest.mark.feature("C06", "D03", "D06", "P06", "T04", "X04")
-@pytest.mark.parametrize("case", [*DRAWN, *OTHERS], ids=str)
 def test_tokens_are_those_of_the_cpu_and_a_step_copies_three_times_and_waits_once(
     oracle: Oracle, case: Case, pytestconfig: pytest.Config
 ) -> None:

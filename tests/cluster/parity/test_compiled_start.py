@@ -1,4 +1,4 @@
-"""What an engine compiles and captures when it starts, and what it tells of its pieces."""
+"""What an engine compiles and captures when it starts, and what it refuses to start with."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ import torch
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
+from cluster.group.context import RankContext
 from cluster.rank.leader import Leader
+from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import Submit
 from compile.config import CUDAGraphMode
 from compile.counters import counter
+from compile.errors import FieldError
 from model.kernels import cpu
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -59,6 +59,15 @@ def started(config: EngineConfig) -> Iterator[ModelRunner]:
         runner.close()
 
 
+def error_of(runner: ModelRunner) -> str:
+    """Wait until compiling has failed; return why."""
+    deadline = time.monotonic() + LIMIT_S
+    while not runner.compile_error:
+        assert time.monotonic() < deadline
+        runner.load_slice()
+    return runner.compile_error
+
+
 def request(number: int) -> Submit:
     return submit_of(f"r{number}", [5, 6, 7, 8], max_tokens=50)
 
@@ -119,11 +128,7 @@ def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
         for child in psutil.Process().children():
             if "cluster.rank.compile_process" in child.cmdline():
                 child.terminate()
-        deadline = time.monotonic() + LIMIT_S
-        while not runner.compile_error:
-            assert time.monotonic() < deadline
-            runner.load_slice()
-        assert runner.compile_error == "the process that compiles was ended by SIGTERM"
+        assert error_of(runner) == "the process that compiles was ended by SIGTERM"
         assert runner.compile_progress is None and not runner.switch.can_advance
 
 
@@ -134,9 +139,7 @@ def test_a_rank_whose_model_cannot_be_compiled_ends_and_says_why(
     config = compiling(oracle.path, tmp_path, splitting_ops=["lockstep::nothing"])
     wanted = r"^compilation\.splitting_ops: wanted .*, found 'lockstep::nothing'$"
     with started(config) as runner, pytest.raises(CannotCompile, match=wanted):
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline and not runner.compile_error:
-            runner.load_slice()
+        error_of(runner)
 
 
 def ended(job: CompileJob) -> CompileProcess:
