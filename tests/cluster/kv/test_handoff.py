@@ -67,7 +67,7 @@ def test_a_handoff_covers_its_blocks_in_their_generations_only(holder: KVHolder)
 
 @settings(max_examples=300, deadline=None, print_blob=True, database=None)
 @given(data=st.data())
-def test_a_handoff_ends_once_and_its_number_is_never_used_again(data: st.DataObject) -> None:
+def test_a_lease_that_ended_never_lives_again(data: st.DataObject) -> None:
     clock = Clock()
     holder = KVHolder(5.0, clock)
     deadlines = [0.0]  # by handoff; there is no handoff 0
