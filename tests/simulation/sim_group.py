@@ -214,14 +214,10 @@ class SimGroup(RankGroup):
             raise Violation("samples differ", text)
 
     def on_outputs(self, leader: SimLeader, outputs: list[EngineOutput]) -> None:
-        if self.diverged_at:
-            self._check_divergence(leader, outputs)
-        self.world.send_outputs(self.pool, leader.dp_rank, self.epoch, outputs)
-
-    def _check_divergence(self, leader: SimLeader, outputs: list[EngineOutput]) -> None:
-        step = self.diverged_at
-        if leader.runner.ended_step >= step and any(output.token_ids for output in outputs):
+        step, ended_step = self.diverged_at, leader.runner.ended_step
+        if step and ended_step >= step and any(output.token_ids for output in outputs):
             raise Violation("divergence ignored", f"{leader.name}: a token of step {step} left")
+        self.world.send_outputs(self.pool, leader.dp_rank, self.epoch, outputs)
 
     # --- how ranks end --------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
             load: asyncio.Task[Any] | None = None
             if busy:
                 prompts = [list(range(i, i + 30)) for i in range(8)]
-                load = asyncio.create_task(generate(group.inboxes * 8, prompts, 32))
+                load = asyncio.create_task(generate(group.inboxes * 8, prompts, 90))
                 await asyncio.sleep(0.15)
             killed_at = time.monotonic()
             os.kill(report.ranks[1].pid, signal.SIGKILL)

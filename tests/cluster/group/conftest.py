@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-
-HOST = "127.0.0.1"
+from local_ranks import HOST
 
 
 class Relay:

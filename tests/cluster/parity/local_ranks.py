@@ -34,7 +34,7 @@ from cluster.wire.sockets import (
 )
 from compile.config import CompilationConfig
 
-HOST = "127.0.0.1"
+HOST, BLOCK_SIZE = "127.0.0.1", 4
 CREDENTIALS = Credentials("test", b"s" * 32)
 HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -51,13 +51,13 @@ def config_of(
     parallel: tuple[Any, ...] = (),
     **compilation: Any,
 ) -> EngineConfig:
-    """Return the configuration of a rank with blocks of four tokens."""
+    """Return the configuration of a rank whose blocks are small."""
     return EngineConfig(
         str(path),
         max_model_len,
         role=role,
         parallel=ParallelConfig(*parallel),
-        cache=CacheConfig(4, num_kv_blocks),
+        cache=CacheConfig(BLOCK_SIZE, num_kv_blocks),
         scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens),
         compilation=CompilationConfig(**compilation),
     )

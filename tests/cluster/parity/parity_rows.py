@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from local_ranks import config_of
+from local_ranks import BLOCK_SIZE, config_of
 from parity_process import Report
 from wire_structs import request_of
 
@@ -17,7 +17,6 @@ from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 from model.config import ModelConfig
 
-BLOCK_SIZE = 4
 NUM_TOKENS = 64
 SEEDED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1}
 
