@@ -222,7 +222,7 @@ MUTATIONS = (
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
         {'None if progress is None else partial(progress, "capturing graphs")': "None"},
-        (FORWARD,),
+        ("tests/cluster/rank/test_free_memory.py",),
     ),
     Mutation(
         "A rank captures without asking whether all ranks have the memory (P05).",

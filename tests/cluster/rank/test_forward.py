@@ -14,7 +14,7 @@ from local_ranks import config_of
 from wire_structs import admission_of, plan_of, submit_of, vote_of
 
 from cluster.engine.lockstep import AloneLockstep
-from cluster.group.context import Progress, RankContext
+from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
@@ -45,12 +45,7 @@ MAX_NUM_SEQS = 6
 
 
 def make_runner(
-    oracle: Any,
-    mode: str,
-    level: int = 0,
-    fields: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-    **arguments: Any,
+    oracle: Any, mode: str, level: int = 0, fields: dict[str, Any] | None = None, **arguments: Any
 ) -> ModelRunner:
     sizes: dict[str, Any] = {}
     if mode != "NONE":
@@ -67,7 +62,7 @@ def make_runner(
         cudagraph_mode=mode,
         **plain,
     )
-    return ModelRunner(RankContext(config, progress=progress), **arguments)
+    return ModelRunner(RankContext(config), **arguments)
 
 
 @pytest.fixture
@@ -326,21 +321,6 @@ def test_a_graph_needs_room_for_the_logits_that_it_scores(
 
 
 # --- when it is ready ---------------------------------------------------------------------------
-
-
-@pytest.mark.feature("C04")
-def test_each_captured_graph_is_progress_that_is_told(oracle: Any) -> None:
-    told: list[tuple[str, int, int]] = []
-    runner = make_runner(
-        oracle,
-        "FULL_DECODE_ONLY",
-        progress=lambda what, done, total: told.append((what, done, total)),
-    )
-    assert [each for each in told if each[0] == "capturing graphs"] == [
-        ("capturing graphs", done, 3) for done in (1, 2, 3)
-    ]
-    report = runner.forward.report
-    assert report is not None and report.elapsed_s > 0 and report.batch_sizes == GRAPH_BS
 
 
 @pytest.mark.feature("X01")
