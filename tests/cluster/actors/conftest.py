@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,26 +18,21 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.messages import EngineOutput, OutputFrame, decode, encode
 from cluster.wire.sockets import connecting_socket, end_context, join, listening_socket, pack
 
-RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
-"""(config, epoch=0, credentials=CREDENTIALS, is_started=True): a group, killed at the end."""
-Generate = Callable[..., Any]
-"""(inboxes, prompts, num_tokens, pause_s=0): see `_generate`."""
-Reported = Callable[..., Any]
-"""(group): see `_reported`."""
+Function = Callable[..., Any]
 
 
 @pytest.fixture
-def running_group(ray_cluster: Any) -> RunningGroup:
+def running_group(ray_cluster: Any) -> Function:
     return _running_group
 
 
 @pytest.fixture
-def generate() -> Generate:
+def generate() -> Function:
     return _generate
 
 
 @pytest.fixture
-def reported() -> Reported:
+def reported() -> Function:
     return _reported
 
 
@@ -56,6 +51,7 @@ async def _running_group(
     credentials: Credentials = CREDENTIALS,
     is_started: bool = True,
 ) -> AsyncIterator[Any]:
+    """Make a group, which is killed at the end."""
     import ray
 
     from cluster.actors.placement import create_placement_group
