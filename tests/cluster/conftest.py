@@ -1,9 +1,9 @@
-"""Random checkpoints with transformers as their oracle (`parity/parity_oracle.py`)."""
+"""Random checkpoints with transformers as their oracle, and a ZeroMQ context."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,18 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    """A ZeroMQ context."""
+    import zmq
+
+    from cluster.wire.sockets import end_context
+
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    end_context(made, "test", linger=0)
 
 
 @pytest.fixture(scope="session")

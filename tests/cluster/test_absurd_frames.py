@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -20,15 +19,23 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_ranks import (
+    CREDENTIALS,
+    HANDSHAKE,
+    Context,
+    RunningLeader,
+    config_of,
+    tokens_of,
+    wait_for,
+)
 from sim_check import check_scheduler
+from wire_structs import request_of, rules_of
 
-from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
-from cluster.group.context import RankContext
+from cluster.config import EngineConfig, Role
 from cluster.kv import reads as kv_reads
 from cluster.kv.transport.store import SharedMemory
 from cluster.rank import leader as leader_module
-from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
-from cluster.wire.credentials import Credentials
+from cluster.rank.leader import MAX_INBOX_FRAMES
 from cluster.wire.messages import (
     Abort,
     EngineOutput,
@@ -36,136 +43,76 @@ from cluster.wire.messages import (
     KVHandoff,
     KVSource,
     LogitRules,
-    OutputFrame,
     RankProcess,
     Sampling,
     Submit,
     Watch,
-    decode,
     encode,
 )
-from cluster.wire.sockets import (
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    join,
-    listening_socket,
-    node_id,
-    pack,
-)
-from compile.config import CompilationConfig
+from cluster.wire.sockets import connecting_socket, node_id, pack
 
-HOST, VOCAB, NUM_TOKENS = "127.0.0.1", 256, 6
-CREDENTIALS = Credentials("test", b"s" * 32)
-HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
+VOCAB, NUM_TOKENS = 256, 6
 PROMPT = [5, 99, 7, 31, 64]
 
 NUM_FRAMES = 400
 
 
-@dataclass
-class Served:
-    """A leader on a thread of this process, and an ingress's two sockets."""
+class Served(RunningLeader):
+    """A leader and its ingress, and what is known of both."""
 
-    leader: Leader
-    inbox: zmq.Socket[bytes]
-    replies: zmq.Socket[bytes]
-    reply_to: str
-    memory: SharedMemory
-    """Blocks that a handoff may name."""
-    wanted: list[int] = field(default_factory=list)
-    errors: list[BaseException] = field(default_factory=list)
-    ids: Iterator[int] = field(default_factory=count)
-    num_sent: int = 0
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.memory = SharedMemory(8 * self.leader.runner.kv_spec.block_bytes)
+        """Blocks that a handoff may name."""
+        self.wanted: list[int] = []
+        self.ids = count()
+        self.num_sent = 0
 
-    def send(self, body: bytes) -> None:
-        self.inbox.send_multipart(pack(body, CREDENTIALS))
-
-    def ask(self, request: GenerateRequest) -> list[EngineOutput]:
+    def ask(self, asked: GenerateRequest) -> list[EngineOutput]:
         """Return a request's outputs; those of others are dropped."""
-        self.send(encode(Submit(request, None)))
+        self.send(encode(Submit(asked, None)))
         outputs: list[EngineOutput] = []
         deadline = time.monotonic() + 60
         while not outputs or not outputs[-1].finish_reason:
             assert not self.errors, self.errors
             assert time.monotonic() < deadline, "no answer"
-            if self.replies.poll(100):
-                _, *parts = self.replies.recv_multipart()
-                found = decode(join(parts, 1 << 20), OutputFrame).outputs
-                mine = (decode(data, EngineOutput) for data in found)
-                outputs += [o for o in mine if o.request_id == request.request_id]
+            found = self.ingress.receive(0.1)
+            outputs += [output for output in found if output.request_id == asked.request_id]
         return outputs
+
+    def request(self, request_id: str, **fields: Any) -> GenerateRequest:
+        sampling = {"seed": 7, "max_tokens": NUM_TOKENS, **fields}
+        return request_of(request_id, PROMPT, self.ingress.reply_to, **sampling)
 
     def check(self) -> None:
         """A good request gets the right tokens."""
-        outputs = self.ask(request(f"good {next(self.ids)}", self.reply_to))
-        assert [token for output in outputs for token in output.token_ids] == self.wanted
+        outputs = self.ask(self.request(f"good {next(self.ids)}"))
+        assert tokens_of(outputs) == self.wanted
         assert outputs[-1].finish_reason == "length"
 
     def check_rest(self) -> None:
         """Nothing is left of any request."""
         scheduler = self.leader.engine.scheduler
-        deadline = time.monotonic() + 60
-        while scheduler.has_unfinished:
-            assert time.monotonic() < deadline, scheduler.stats()
-            time.sleep(0.01)
+        wait_for(lambda: not scheduler.has_unfinished)
         check_scheduler(scheduler)
         assert scheduler.stats().num_free_blocks == scheduler.stats().num_blocks
         sender = self.leader._output_sender
         assert not sender._reply_to and not sender._num_requests
 
 
-def request(request_id: str, reply_to: str, **fields: Any) -> GenerateRequest:
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 7, NUM_TOKENS, (), -1, -1, None, None)
-    return GenerateRequest(
-        request_id, PROMPT, [], msgspec.structs.replace(sampling, **fields), reply_to, b""
-    )
-
-
 @pytest.fixture(scope="module", params=[Role.MIXED, Role.DECODE], ids=lambda role: role.value)
-def served(request: pytest.FixtureRequest, make_oracle: Callable[[str], Any]) -> Iterator[Served]:
-    oracle = make_oracle("tied")
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=128,
-        role=request.param,
-        cache=CacheConfig(block_size=4, num_kv_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-        compilation=CompilationConfig(level=0, cudagraph_mode="NONE"),
-    )
+def served(request: pytest.FixtureRequest, oracle: Any) -> Iterator[Served]:
+    eager: dict[str, Any] = {"level": 0, "cudagraph_mode": "NONE"}
+    config = config_of(oracle.path, 128, num_kv_blocks=64, role=request.param, **eager)
     timeout_s, kv_reads.ANSWER_TIMEOUT_S = kv_reads.ANSWER_TIMEOUT_S, 0.2
     logging.getLogger("lockstep").setLevel(logging.CRITICAL)  # a line for each frame
-    leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id="e"))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
-    inbox.connect(leader.inbox)
-    replies = listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=100_000)
-    reply_to = f"tcp://{HOST}:{replies.bind_to_random_port(f'tcp://{HOST}')}"
-    memory = SharedMemory(8 * leader.runner.kv_spec.block_bytes)
-    made = Served(leader, inbox, replies, reply_to, memory)
-
-    def run() -> None:
-        try:
-            leader.run()
-        except BaseException as error:
-            made.errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    first = made.ask(_good(reply_to))
-    made.wanted = [token for output in first for token in output.token_ids]
+    made = Served(config)
+    made.wanted = tokens_of(made.ask(made.request("first")))
     oracle.check_greedy(PROMPT, made.wanted)
     yield made
-    leader.stop()
-    thread.join(timeout=60)
-    assert not thread.is_alive() and not made.errors
-    end_context(context, "test", linger=0)
+    made.close()
     logging.getLogger("lockstep").setLevel(logging.NOTSET)
     kv_reads.ANSWER_TIMEOUT_S = timeout_s
-
-
-def _good(reply_to: str) -> GenerateRequest:
-    return request("first", reply_to)
 
 
 # --- nonsense -------------------------------------------------------------------------------------
@@ -181,7 +128,7 @@ def good_frames(served: Served) -> list[Any]:
     """
     rules = LogitRules(0.5, 0.5, 1.1, (3, 4), (1.0, -2.0), b"\xff" * 32, 2)
     sampling = Sampling(0.8, 40, 0.9, 0.05, 7, NUM_TOKENS, (9, 300), 2, 3, rules, None)
-    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.reply_to, b"")
+    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.ingress.reply_to, b"")
     process, spec = RankProcess(0, "nonce"), served.leader.runner.kv_spec
     memory = served.memory
     source = KVSource(0, node_id(), memory.pid, memory.fd, "tcp://127.0.0.1:9", process)
@@ -256,9 +203,6 @@ def test_nothing_is_left_of_nonsense(served: Served) -> None:
     served.check_rest()
 
 
-BAD_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
-
-
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -283,11 +227,11 @@ BAD_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 def test_who_asks_for_the_impossible_is_told_what_was_wanted(
     served: Served, fields: dict[str, Any], error: str
 ) -> None:
-    rules = {name: value for name, value in fields.items() if hasattr(BAD_RULES, name)}
+    rules = {name: fields[name] for name in LogitRules.__struct_fields__ if name in fields}
     others = {name: value for name, value in fields.items() if name not in rules}
     if rules:
-        others["rules"] = msgspec.structs.replace(BAD_RULES, **rules)
-    [output] = served.ask(request(f"bad {next(served.ids)}", served.reply_to, **others))
+        others["rules"] = rules_of(**rules)
+    [output] = served.ask(served.request(f"bad {next(served.ids)}", **others))
     assert output.finish_reason == "error" and error in output.error
     served.check()
 
@@ -295,18 +239,17 @@ def test_who_asks_for_the_impossible_is_told_what_was_wanted(
 def test_a_second_request_of_one_id_does_not_end_the_first(served: Served) -> None:
     name = f"twice {next(served.ids)}"
     for _ in range(3):
-        served.send(encode(Submit(request(name, served.reply_to), None)))
-    outputs = served.ask(request(name, served.reply_to))
-    assert [token for output in outputs for token in output.token_ids] == served.wanted
+        served.send(encode(Submit(served.request(name), None)))
+    outputs = served.ask(served.request(name))
+    assert tokens_of(outputs) == served.wanted
 
 
 # --- budgets --------------------------------------------------------------------------------------
 
 
-def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
+def test_a_leader_steps_on_whatever_is_sent(served: Served, context: Context) -> None:
     """Two-byte frames of a process with the secret, and aborts of requests that nobody knows."""
     is_over = threading.Event()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     flood = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000)
     flood.connect(served.leader.inbox)
     frames = [[b"x", b"y"], pack(encode(Abort(["nobody"])), CREDENTIALS), [b"\xc1"]]
@@ -327,7 +270,6 @@ def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
     finally:
         is_over.set()
         thread.join(timeout=60)
-        end_context(context, "flood", linger=0)
     assert done >= 3 * NUM_TOKENS
 
 

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import zmq
+from local_ranks import CREDENTIALS, HOST, RunningLeader, config_of, make_engine, run, tokens_of
 from msgspec.structs import replace as changed
+from wire_structs import rules_of, sampling_of
 
-from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
-from cluster.group.context import RankContext
-from cluster.rank.leader import Leader, assemble_engine
-from cluster.rank.runner import ModelRunner
-from cluster.wire.credentials import Credentials
-from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling, Submit
-from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
+from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling
 from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
 
 VOCAB = 256
 NUM_TOKENS = 48
-CREDENTIALS = Credentials("test", b"s" * 32)
 STOPS, OTHER_STOPS = tuple(range(0, VOCAB, 7)), tuple(range(3, VOCAB, 9))
 
-NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
-PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None, None)
+NO_RULES = rules_of()
+PLAIN = sampling_of(max_tokens=NUM_TOKENS)
 
 
 def drawn(**fields: Any) -> Sampling:
@@ -72,41 +65,16 @@ CASES: dict[str, Sampling] = {
 
 
 def config_for(oracle: Any, **fields: Any) -> EngineConfig:
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=256,
-        cache=CacheConfig(block_size=4, num_kv_blocks=900),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64),
-    )
-    return replace(config, **fields)
+    sizes: dict[str, int] = {"num_kv_blocks": 900, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return config_of(oracle.path, 256, **sizes | fields)
 
 
-def make_engine(oracle: Any, **fields: Any) -> Engine:
-    config = config_for(oracle, **fields)
-    return assemble_engine(config, ModelRunner(RankContext(config)))
-
-
-def run(engine: Engine, requests: list[GenerateRequest]) -> list[list[EngineOutput]]:
-    """Generate for all requests at once."""
-    outputs: dict[str, list[EngineOutput]] = {r.request_id: [] for r in requests}
-    for request in requests:
-        engine.submit(Submit(request, None))
-    num_steps = 0
-    while engine.has_unfinished:
-        for output in engine.step():
-            assert output.finish_reason in ("", "length", "stop"), output
-            outputs[output.request_id].append(output)
-        num_steps += 1
-        assert num_steps < 5_000
-    return list(outputs.values())
+def engine_for(oracle: Any, **fields: Any) -> Engine:
+    return make_engine(config_for(oracle, **fields))
 
 
 def request_for(name: str, prompt: list[int], output: list[int] | None = None) -> GenerateRequest:
     return GenerateRequest(name, prompt, output or [], CASES[name], "", b"")
-
-
-def tokens(outputs: list[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def prompts_for(seed: int) -> dict[str, list[int]]:
@@ -116,22 +84,18 @@ def prompts_for(seed: int) -> dict[str, list[int]]:
     return {name: [rng.choice(few) for _ in range(rng.randint(20, 90))] for name in CASES}
 
 
-@pytest.fixture(scope="module")
-def prompts() -> dict[str, list[int]]:
-    return prompts_for(31)
+PROMPTS = prompts_for(31)
 
 
 @pytest.fixture(scope="module")
-def wanted(oracle: Any, prompts: dict[str, list[int]]) -> dict[str, list[EngineOutput]]:
+def wanted(oracle: Any) -> dict[str, list[EngineOutput]]:
     """Each case alone and from the beginning to the end."""
-    engine = make_engine(oracle)
-    return {name: run(engine, [request_for(name, prompts[name])])[0] for name in CASES}
+    engine = engine_for(oracle)
+    return {name: run(engine, [request_for(name, PROMPTS[name])])[name] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_parameter_has_an_effect(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
-) -> None:
+def test_every_parameter_has_an_effect(oracle: Any, wanted: dict[str, Any], name: str) -> None:
     """Otherwise the tests below would show nothing."""
     bases = {"greedy": "temperature", "temperature": "greedy", "frequency_penalty": "logit_bias"}
     base = bases.get(name)
@@ -139,12 +103,13 @@ def test_every_parameter_has_an_effect(
     if CASES[name].temperature == 0 and not base:
         sampling = PLAIN
     sampling = changed(sampling, stop_token_ids=CASES[name].stop_token_ids)
-    [plain] = run(make_engine(oracle), [GenerateRequest("0", prompts[name], [], sampling, "", b"")])
+    asked = GenerateRequest("0", PROMPTS[name], [], sampling, "", b"")
+    plain = run(engine_for(oracle), [asked])["0"]
     if name == "logprobs":
-        assert tokens(plain) == tokens(wanted[name])
+        assert tokens_of(plain) == tokens_of(wanted[name])
         assert [len(output.logprobs) for output in wanted[name]] == [1] * NUM_TOKENS
     else:
-        assert tokens(plain) != tokens(wanted[name])
+        assert tokens_of(plain) != tokens_of(wanted[name])
 
 
 @torch.inference_mode()
@@ -152,9 +117,9 @@ def test_every_parameter_has_an_effect(
     "name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "greedy"]
 )
 def test_greedy_tokens_are_the_best_of_transformers_logits(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
+    oracle: Any, wanted: dict[str, Any], name: str
 ) -> None:
-    prompt, output = prompts[name], tokens(wanted[name])
+    prompt, output = PROMPTS[name], tokens_of(wanted[name])
     rules = CASES[name].rules or NO_RULES
     logits = oracle.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
     for position, token in enumerate(output):
@@ -171,66 +136,50 @@ def test_greedy_tokens_are_the_best_of_transformers_logits(
 
 
 def test_allowed_tokens_and_min_tokens_hold(wanted: dict[str, Any]) -> None:
-    assert set(tokens(wanted["allowed_token_ids"])) <= set(range(40, 60))
-    assert set(tokens(wanted["all"])) <= set(range(200))
+    assert set(tokens_of(wanted["allowed_token_ids"])) <= set(range(40, 60))
+    assert set(tokens_of(wanted["all"])) <= set(range(200))
     for name, least in (("min_tokens", 30), ("all", 12)):
-        output = tokens(wanted[name])
+        output = tokens_of(wanted[name])
         stops = CASES[name].stop_token_ids
         assert not set(output[:least]) & set(stops)
         assert len(output) > least and output[-1] in stops
 
 
-def test_a_batch_of_everything_changes_nothing(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
-) -> None:
-    results = run(make_engine(oracle), [request_for(name, prompts[name]) for name in CASES])
-    for name, outputs in zip(CASES, results, strict=True):
-        assert tokens(outputs) == tokens(wanted[name]), name
-
-
-def test_rows_forget_the_rules_of_their_last_sequence(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
-) -> None:
-    """One row for everybody, twice over: every case follows every other one."""
-    engine = make_engine(oracle, scheduler=SchedulerConfig(1, 64))
+def test_rows_forget_the_rules_of_their_last_sequence(oracle: Any, wanted: dict[str, Any]) -> None:
+    """One row for everybody, three times over: each case follows many others."""
+    engine = engine_for(oracle, max_num_seqs=1)
     for names in (list(CASES), list(reversed(CASES)), sorted(CASES)):
-        results = run(engine, [request_for(name, prompts[name]) for name in names])
-        for name, outputs in zip(names, results, strict=True):
-            assert tokens(outputs) == tokens(wanted[name]), name
+        results = run(engine, [request_for(name, PROMPTS[name]) for name in names])
+        for name, outputs in results.items():
+            assert tokens_of(outputs) == tokens_of(wanted[name]), name
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pre_emption_changes_nothing(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
-) -> None:
+def test_pre_emption_changes_nothing(oracle: Any, wanted: dict[str, Any], name: str) -> None:
     """Copies of one sequence in a pool for little more than one of the longest."""
-    engine = make_engine(oracle, cache=CacheConfig(block_size=4, num_kv_blocks=66))
-    request = request_for(name, prompts[name])
+    engine = engine_for(oracle, num_kv_blocks=66)
+    request = request_for(name, PROMPTS[name])
     fillers = [
-        GenerateRequest(f"filler {i}", prompts[name][i:], [], PLAIN, "", b"") for i in range(4)
+        GenerateRequest(f"filler {i}", PROMPTS[name][i:], [], PLAIN, "", b"") for i in range(4)
     ]
     results = run(engine, [*fillers, request])
-    assert tokens(results[-1]) == tokens(wanted[name])
+    assert tokens_of(results[name]) == tokens_of(wanted[name])
     assert engine.scheduler.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("num_delivered", [1, 5, 40])
 @pytest.mark.parametrize("name", CASES)
 def test_resuming_on_another_engine_changes_nothing(
-    oracle: Any,
-    prompts: dict[str, list[int]],
-    wanted: dict[str, Any],
-    name: str,
-    num_delivered: int,
+    oracle: Any, wanted: dict[str, Any], name: str, num_delivered: int
 ) -> None:
-    output = tokens(wanted[name])
+    output = tokens_of(wanted[name])
     num_delivered = min(num_delivered, len(output) - 1)
-    engine = make_engine(oracle)
+    engine = engine_for(oracle)
     # Twice: the second time most of it is found in the prefix cache.
     for _ in range(2):
-        request = request_for(name, prompts[name], output[:num_delivered])
-        [found] = run(engine, [request])
-        assert tokens(found) == output[num_delivered:]
+        request = request_for(name, PROMPTS[name], output[:num_delivered])
+        found = run(engine, [request])[name]
+        assert tokens_of(found) == output[num_delivered:]
         _check_logprobs(found, wanted[name][num_delivered:])
     assert engine.scheduler.stats().prefix_hits > 0
 
@@ -244,29 +193,12 @@ def _check_logprobs(found: list[EngineOutput], wanted: list[EngineOutput]) -> No
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-class LocalPool:
+class LocalPool(RunningLeader):
     """A leader on a thread of this process, called as a pool is."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.leader = Leader(
-            RankContext(config, credentials=CREDENTIALS, engine_id=config.role.value)
-        )
-        self._thread = threading.Thread(target=self.leader.run, daemon=True)
-        self._thread.start()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        handshake = CurveHandshake(CREDENTIALS.secret)
-        self._socket = connecting_socket(self._context, zmq.PUSH, handshake, max_waiting=1000)
-        self._socket.connect(self.leader.inbox)
-
     def generate(self, request_id: str, frame: bytes) -> Any:
-        self._socket.send_multipart(pack(frame, CREDENTIALS))
+        self.send(frame)
         return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
-
-    def close(self) -> None:
-        self.leader.stop()
-        self._thread.join(timeout=60)
-        end_context(self._context, "test", linger=0)
-        assert not self._thread.is_alive()
 
 
 def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[list[EngineOutput]]:
@@ -275,7 +207,7 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
             return [output async for output in outputs]
 
     async def all_of_them() -> list[list[EngineOutput]]:
-        socket = TokenSocket("127.0.0.1", CREDENTIALS, StreamBatcher())
+        socket = TokenSocket(HOST, CREDENTIALS, StreamBatcher())
         router = Router(dict(pools), socket.mailboxes)
         try:
             return await asyncio.gather(*(one(router, request) for request in requests))
@@ -285,12 +217,10 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
     return asyncio.run(all_of_them())
 
 
-def test_two_pools_change_nothing(
-    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
-) -> None:
-    requests = [request_for(name, prompts[name]) for name in CASES]
+def test_two_pools_change_nothing(oracle: Any, wanted: dict[str, Any]) -> None:
+    requests = [request_for(name, PROMPTS[name]) for name in CASES]
     asks = changed(PLAIN, num_prompt_logprobs=2)
-    requests.append(GenerateRequest("prompt", prompts["greedy"], [], asks, "", b""))
+    requests.append(GenerateRequest("prompt", PROMPTS["greedy"], [], asks, "", b""))
     pools = {role.value: LocalPool(config_for(oracle, role=role)) for role in Role}
     mixed = pools.pop("mixed")
     try:
@@ -299,9 +229,9 @@ def test_two_pools_change_nothing(
         for pool in (*pools.values(), mixed):
             pool.close()
     for name, ours, theirs in zip(CASES, two, one, strict=False):
-        assert tokens(ours) == tokens(theirs) == tokens(wanted[name]), name
+        assert tokens_of(ours) == tokens_of(theirs) == tokens_of(wanted[name]), name
         _check_logprobs(ours, wanted[name])
     # They come from the prefill engine, once.
     for results in (two, one):
         given = [output.prompt_logprobs for output in results[-1]]
-        assert len(given[0]) == len(prompts["greedy"]) - 1 and not any(given[1:])
+        assert len(given[0]) == len(PROMPTS["greedy"]) - 1 and not any(given[1:])

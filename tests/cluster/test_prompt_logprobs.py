@@ -7,56 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import config_of, make_engine, run
+from wire_structs import plan_of, request_of
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.engine import Engine
-from cluster.group.context import RankContext
 from cluster.rank import runner
-from cluster.rank.leader import assemble_engine
-from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    PromptTargets,
-    Sampling,
-    StepPlan,
-    Submit,
-    TokenLogprobs,
-)
+from cluster.wire.messages import EngineOutput, GenerateRequest, PromptTargets, TokenLogprobs
 
 NUM_LOGPROBS = 4
 
 
-def make_engine(oracle: Any, budget: int = 512, num_kv_blocks: int = 600) -> Engine:
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=256,
-        cache=CacheConfig(block_size=4, num_kv_blocks=num_kv_blocks),
-        scheduler=SchedulerConfig(min(8, budget), budget),
-    )
-    return assemble_engine(config, ModelRunner(RankContext(config)))
-
-
-def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(Submit(request, None))
-    while engine.has_unfinished:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
+def engine_for(oracle: Any, budget: int = 512, num_kv_blocks: int = 600) -> Engine:
+    sizes = {"num_kv_blocks": num_kv_blocks, "max_num_seqs": min(8, budget)}
+    return make_engine(config_of(oracle.path, 256, max_num_batched_tokens=budget, **sizes))
 
 
 def make_request(
-    name: str,
-    prompt: list[int],
-    *,
-    max_tokens: int = 4,
-    num: int = NUM_LOGPROBS,
-    output: list[int] | None = None,
+    name: str, prompt: list[int], *, num: int = NUM_LOGPROBS, max_tokens: int = 4, **fields: Any
 ) -> GenerateRequest:
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, num, None, None)
-    return GenerateRequest(name, prompt, output or [], sampling, "", b"")
+    return request_of(name, prompt, num_prompt_logprobs=num, max_tokens=max_tokens, **fields)
 
 
 def prompts_for(n: int) -> list[list[int]]:
@@ -92,7 +61,7 @@ def test_chunks_of_any_size_give_all(oracle: Any, budget: int) -> None:
         make_request(str(i), prompt, num=NUM_LOGPROBS if i % 2 else -1)
         for i, prompt in enumerate(prompts)
     ]
-    outputs = run(make_engine(oracle, budget), requests)
+    outputs = run(engine_for(oracle, budget), requests)
     for i, prompt in enumerate(prompts):
         found = only_first(outputs[str(i)])
         if i % 2:
@@ -106,7 +75,7 @@ def test_logits_of_a_chunk_are_computed_in_pieces(
 ) -> None:
     monkeypatch.setattr(runner, "MAX_SCORED_ROWS", 13)
     [prompt] = prompts_for(1)
-    engine = make_engine(oracle)
+    engine = engine_for(oracle)
     rows: list[int] = []
     real = engine.runner.model.compute_logits  # type: ignore[attr-defined]
 
@@ -124,28 +93,15 @@ def test_a_rank_that_gets_no_logits_takes_part_in_as_many_pieces(
 ) -> None:
     monkeypatch.setattr(runner, "MAX_SCORED_ROWS", 3)
     rows: list[int] = []
-    plan = StepPlan(
-        epoch=0,
-        step=1,
-        num_seqs=2,
-        num_tokens=13,
-        admitted=[],
-        new_blocks=[],
-        rows=[0, 1],
-        num_computed=[0, 0],
-        num_new=[5, 8],
-        output_index=[-1, 0],
-        token_ids=[1] * 13,
-        num_decodes=0,
-        prompt_targets=[PromptTargets(0, [1] * 5, 0), PromptTargets(1, [1] * 7, 0)],
-    )
+    targets = [PromptTargets(0, [1] * 5, 0), PromptTargets(1, [1] * 7, 0)]
+    plan = plan_of([5, 8], output_index=[-1, 0], prompt_targets=targets)
     hidden = torch.zeros(13, 2)
     assert runner.prompt_logprobs(lambda part: rows.append(len(part)), hidden, plan) == [[], []]
     assert rows == [3, 2, 3, 3, 1]
 
 
 def test_cached_prompts_are_computed_again_where_wanted(oracle: Any) -> None:
-    engine = make_engine(oracle)
+    engine = engine_for(oracle)
     [prompt] = prompts_for(1)
     for num in (-1, NUM_LOGPROBS, NUM_LOGPROBS):
         outputs = run(engine, [make_request("0", prompt, num=num)])["0"]
@@ -158,7 +114,7 @@ def test_cached_prompts_are_computed_again_where_wanted(oracle: Any) -> None:
 
 def test_pre_emption_gives_them_once(oracle: Any) -> None:
     """In a pool for little more than one: in the middle of prompts, and after the first token."""
-    engine = make_engine(oracle, budget=16, num_kv_blocks=66)
+    engine = engine_for(oracle, budget=16, num_kv_blocks=66)
     prompts = prompts_for(6)
     requests = [make_request(str(i), prompt, max_tokens=80) for i, prompt in enumerate(prompts)]
     outputs = run(engine, requests)
@@ -167,12 +123,8 @@ def test_pre_emption_gives_them_once(oracle: Any) -> None:
     assert engine.scheduler.stats().num_preemptions > 3
 
 
-def test_a_resumed_sequence_has_had_them(oracle: Any) -> None:
+def test_a_resumed_sequence_has_had_them_and_a_prompt_of_one_token_has_none(oracle: Any) -> None:
     [prompt] = prompts_for(1)
-    [output, *_] = run(make_engine(oracle), [make_request("0", prompt, output=[5])])["0"]
-    assert output.prompt_logprobs == [] and output.token_ids
-
-
-def test_a_prompt_of_one_token_has_none(oracle: Any) -> None:
-    [output, *_] = run(make_engine(oracle), [make_request("0", [7])])["0"]
-    assert output.prompt_logprobs == []
+    requests = [make_request("0", prompt, output=[5]), make_request("1", [7])]
+    for outputs in run(engine_for(oracle), requests).values():
+        assert outputs[0].prompt_logprobs == [] and outputs[0].token_ids

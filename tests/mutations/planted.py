@@ -23,7 +23,6 @@ REPLAYED = "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O0_
 REPLAYED_IN_PIECES = (
     "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O3_PIECEWISE]"
 )
-READY = "tests/cluster/rank/test_ready.py"
 FORWARD = "tests/cluster/rank/test_forward.py"
 TRACES = "tests/cluster/engine/test_random_traces.py"
 AHEAD = "tests/serve/test_llm_overlap.py"
@@ -218,19 +217,19 @@ MUTATIONS = (
         "A rank that is ready still compiles and captures (X01).",
         "cluster/rank/forward.py",
         {"seal(self.config.sealed)": "pass"},
-        (READY,),
+        (FORWARD,),
     ),
     Mutation(
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
         {'None if progress is None else partial(progress, "capturing graphs")': "None"},
-        (READY,),
+        ("tests/cluster/rank/test_free_memory.py",),
     ),
     Mutation(
         "A rank captures without asking whether all ranks have the memory (P05).",
         "cluster/rank/forward.py",
         {"fits_on_all_ranks=self._fits_on_all_ranks,": ""},
-        (READY,),
+        (FORWARD,),
     ),
     Mutation(
         "A rank looks for room for graphs while others have yet to allocate their KV (P05).",

@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from sim_group import SimGroup
-from sim_owner import SimHandle, SimPool
+from sim_group import SimGroup, SimHandle
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
-from sim_world import Plants
+from sim_world import Plants, SimPool
 
 from cluster.actors.rank_group import CallEnd
 from cluster.engine import sequence

@@ -10,8 +10,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
 import sim_model
 from hypothesis import strategies as st
 from sim_check import check_scheduler
@@ -55,13 +57,10 @@ def make_request(
     output: list[int] | None = None,
     seed: int = 0,
     stop: tuple[int, ...] = (),
-    reply_to: str = "",
     cache_salt: bytes = b"",
 ) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None, None)
-    return GenerateRequest(
-        request_id, list(prompt), list(output or []), sampling, reply_to, cache_salt
-    )
+    return GenerateRequest(request_id, list(prompt), list(output or []), sampling, "", cache_salt)
 
 
 @dataclass(frozen=True)
@@ -393,10 +392,11 @@ class Router:
         self._due: list[tuple[float, Callable[[], None]]] = []
         for arrival in arrivals:
             request = arrival.request
-            self._later(arrival.at, self._submitting(pair.prefill, request, None))
+            self._later(arrival.at, partial(pair.prefill.submit, request))
             if arrival.abort_at is not None:
                 for engine in (pair.prefill, pair.decode):
-                    self._later(arrival.abort_at, self._aborting(engine, request.request_id))
+                    abort = partial(engine.scheduler.abort, [request.request_id])
+                    self._later(arrival.abort_at, abort)
 
     def run(self, max_ticks: int) -> None:
         """Let time pass until all is done; fail after `max_ticks`."""
@@ -413,31 +413,18 @@ class Router:
     def _later(self, at: float, action: Callable[[], None]) -> None:
         self._due.append((at + self.pair.weather.delay(), action))
 
-    def _submitting(
-        self, engine: FakeEngine, request: GenerateRequest, handoff: KVHandoff | None
-    ) -> Callable[[], None]:
-        return lambda: engine.submit(request, handoff)
-
-    def _aborting(self, engine: FakeEngine, request_id: str) -> Callable[[], None]:
-        return lambda: engine.scheduler.abort([request_id])
-
     def _on_output(self, output: EngineOutput) -> None:
         request_id, reason = output.request_id, output.finish_reason
         self.texts[request_id] += output.token_ids
-        request = self.requests[request_id]
-        resumed = GenerateRequest(
-            request_id,
-            request.prompt_token_ids,
-            list(self.texts[request_id]),
-            request.sampling,
-            "",
-            request.cache_salt,
+        resumed = msgspec.structs.replace(
+            self.requests[request_id], output_token_ids=list(self.texts[request_id])
         )
         if reason == "handoff":
-            self._later(self.pair.now, self._submitting(self.pair.decode, resumed, output.handoff))
+            resume = partial(self.pair.decode.submit, resumed, output.handoff)
+            self._later(self.pair.now, resume)
         elif reason == "kv_lost":
             self.num_lost += 1
-            self._later(self.pair.now, self._submitting(self.pair.prefill, resumed, None))
+            self._later(self.pair.now, partial(self.pair.prefill.submit, resumed))
         elif reason:
             assert request_id not in self.ends
             self.ends[request_id] = reason
@@ -450,7 +437,7 @@ STREAMS = [[hash((family, i)) % VOCAB for i in range(MAX_MODEL_LEN)] for family 
 
 
 @st.composite
-def arrivals(draw_: st.DrawFn, aborts: bool = True) -> list[Arrival]:
+def arrivals(draw_: st.DrawFn) -> list[Arrival]:
     trace = []
     for i in range(draw_(st.integers(1, 8))):
         stream = STREAMS[draw_(st.integers(0, 2))]
@@ -467,7 +454,7 @@ def arrivals(draw_: st.DrawFn, aborts: bool = True) -> list[Arrival]:
         whole = continuation(request)
         if num_delivered < len(whole):
             request.output_token_ids.extend(whole[:num_delivered])
-        abort_at = draw_(st.none() | st.integers(0, 40)) if aborts else None
+        abort_at = draw_(st.none() | st.integers(0, 40))
         trace.append(Arrival(request, draw_(st.integers(0, 15)), abort_at))
     return trace
 

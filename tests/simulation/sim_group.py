@@ -1,25 +1,28 @@
 """One epoch of a group: the real `RankGroup` over simulated ranks, and what its ranks share.
 
 Real are loading together, the watch over heartbeats and ends, and who is blamed. Simulated are
-collectives, and the faults that strike ranks.
+actors (a rank's process with its calls), collectives, and the faults that strike ranks.
 
 What all ranks must do alike is checked here, as they do it.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from sim_kv import handoff_terms
 from sim_loop import Process, Violation
-from sim_owner import SimHandle
 from sim_rank import SimFollower, SimLeader, SimRank
 from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
 
-from cluster.actors.rank_group import RankGroup
+from cluster.actors.rank_group import CallEnd, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
+from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import HandoffMetadata
+from cluster.observe.logs import last_line
 from cluster.wire.messages import EngineOutput, StepAgreement
 
 if TYPE_CHECKING:
@@ -27,6 +30,70 @@ if TYPE_CHECKING:
 
 NEWS_S = 0.01
 """Until an owner hears that a process died, and a rank in a collective that its peer did."""
+
+
+class SimHandle:
+    """The owner's `RankHandle` of one rank."""
+
+    def __init__(self, rank: SimRank) -> None:
+        self._rank = rank
+        self._group = rank.group
+        self._loop, self._rng = rank.group.loop, rank.group.rng
+        self._end: asyncio.Future[CallEnd] = self._loop.create_future()
+        """Of `run`."""
+        self._calls = [self._end]
+
+    def on_death(self) -> None:
+        """Ray tells that the process is gone: every call fails."""
+        for call in self._calls:
+            _end(call, CallEnd(cause="its process died", is_death=True))
+
+    def on_end(self, error: Exception | None) -> None:
+        """Ray tells that `run` returned or raised."""
+        _end(self._end, CallEnd(None, last_line(error), error) if error else CallEnd())
+
+    async def meet(self) -> CallEnd:
+        nobody = ("",) * self._group.dp_size
+        return CallEnd(Rendezvous("10.0.0.1", 0, "", nobody, nobody))  # type: ignore[arg-type]
+
+    async def load(self, rendezvous: Rendezvous | None) -> CallEnd:
+        await asyncio.sleep(0.2 + 0.4 * self._rng.random())
+        if self._rank.process.is_dead or self._group.fails_to_start(self._rank):
+            return CallEnd(cause="its process died", is_death=True)
+        return CallEnd(f"{self._group.pool}/{self._rank.epoch}/{self._rank.dp_rank}")
+
+    def run(self) -> Awaitable[CallEnd]:
+        self._loop.after(self._rng.random() * 0.01, self._rank.start)
+        return self._end
+
+    def heartbeat(self) -> Awaitable[CallEnd]:
+        """Ask the process, which answers as soon as it is not stopped."""
+        answer: asyncio.Future[CallEnd] = self._loop.create_future()
+        self._calls = [call for call in self._calls if not call.done()] + [answer]
+        self._loop.after(
+            0.001 + 0.01 * self._rng.random(), self._rank.process.call, self._tell, answer
+        )
+        return answer
+
+    def _tell(self, answer: asyncio.Future[CallEnd]) -> None:
+        _end(answer, CallEnd(self._rank.step_stats.heartbeat()))
+
+    def stats(self) -> Awaitable[CallEnd]:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Tell the rank, a bit later."""
+        assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"
+        self._loop.after(0.05 * self._rng.random(), self._rank.tell_to_stop)
+
+    def kill(self) -> None:
+        self._rank.kill()
+        self.on_death()
+
+
+def _end(call: asyncio.Future[CallEnd], end: CallEnd) -> None:
+    if not call.done():
+        call.set_result(end)
 
 
 class SimGroup(RankGroup):
@@ -147,14 +214,10 @@ class SimGroup(RankGroup):
             raise Violation("samples differ", text)
 
     def on_outputs(self, leader: SimLeader, outputs: list[EngineOutput]) -> None:
-        if self.diverged_at:
-            self._check_divergence(leader, outputs)
-        self.world.send_outputs(self.pool, leader.dp_rank, self.epoch, outputs)
-
-    def _check_divergence(self, leader: SimLeader, outputs: list[EngineOutput]) -> None:
-        step = self.diverged_at
-        if leader.runner.ended_step >= step and any(output.token_ids for output in outputs):
+        step, ended_step = self.diverged_at, leader.runner.ended_step
+        if step and ended_step >= step and any(output.token_ids for output in outputs):
             raise Violation("divergence ignored", f"{leader.name}: a token of step {step} left")
+        self.world.send_outputs(self.pool, leader.dp_rank, self.epoch, outputs)
 
     # --- how ranks end --------------------------------------------------------------------------
 

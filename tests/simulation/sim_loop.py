@@ -175,10 +175,6 @@ class Process:
         """Identifies the wait that comes next, or the one under way."""
         self.is_dead = False
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._num_stops > 0
-
     def wake(self, ticket: int) -> None:
         """End the wait of this ticket, if it has not ended yet."""
         if ticket != self.ticket or self.is_dead:

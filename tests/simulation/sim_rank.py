@@ -16,7 +16,6 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from sim_device import AsyncDevice, HostDevice, Job
 from sim_kv import SimPuller, SimServer
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
     from sim_group import SimGroup
 
 MAX_SLEEP_S = 1.0
-COLLECTIVES = 1
-"""Of a forward: one a layer."""
 LAST_STAGE = 4
 """Compiled pieces, and three graphs to capture."""
 
@@ -145,6 +142,101 @@ class SimRank:
             self.group.on_end(self, None)
 
 
+# --- what runs a rank's steps ---------------------------------------------------------------------
+
+
+class Job:
+    """One step's work."""
+
+    def __init__(self, run: Callable[[], list[int]]) -> None:
+        self.run = run
+        self.drawn: list[int] | None = None
+        """What was drawn, once it has ended."""
+        self.error: Exception | None = None
+
+
+class HostDevice:
+    """Runs a step within its launch: in the rank's own process, as on a CPU."""
+
+    def __init__(self, rank: SimRank) -> None:
+        self.process = rank.process
+        """Where collectives block."""
+
+    def launch(self, job: Job) -> None:
+        job.drawn = job.run()
+
+    def wait(self, job: Job) -> list[int]:
+        assert job.drawn is not None
+        return job.drawn
+
+    def kill(self) -> None:
+        """It is the rank's process."""
+
+
+class AsyncDevice:
+    """Runs steps in order in a process of its own, as CUDA does, also while the rank is stopped.
+
+    It ends with the rank, which hears of whatever fails here when it waits for the step.
+    """
+
+    def __init__(self, rank: SimRank) -> None:
+        self._rank = rank
+        self._loop, self._rng = rank.group.loop, rank.group.rng
+        self._jobs: deque[Job] = deque()
+        self._is_idle = False
+        self._is_awaited = False
+        self.process = Process(self._loop, self._main)
+        """Where collectives block."""
+        self._loop.after(0.0, self.process.wake, 0)
+
+    def launch(self, job: Job) -> None:
+        self._jobs.append(job)
+        if self._is_idle:
+            self._is_idle = False
+            self._loop.after(0.0, self.process.wake, self.process.ticket)
+
+    def wait(self, job: Job) -> list[int]:
+        """Wait until it has ended, and return what it drew."""
+        self._is_awaited = True
+        while job.drawn is None and job.error is None:
+            self._rank.process.wait()
+        self._is_awaited = False
+        if job.error is not None:
+            raise job.error
+        assert job.drawn is not None
+        return job.drawn
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def _main(self) -> None:
+        while True:
+            while not self._jobs:
+                self._is_idle = True
+                self.process.wait()
+            job = self._jobs.popleft()
+            # Now and then it is far behind the host.
+            if self._rng.random() < 0.5:
+                self.process.sleep(self._rng.random() * 0.003)
+            try:
+                job.drawn = job.run()
+            except Violation as error:
+                self._loop.fail(error)
+                return
+            except Exception as error:
+                job.error = error
+            self._loop.after(0.0, self._tell)
+            if job.error is not None:
+                return
+
+    def _tell(self) -> None:
+        if self._is_awaited:
+            self._rank.process.wake(self._rank.process.ticket)
+
+
+# --- what launches them ---------------------------------------------------------------------------
+
+
 class SimRunner:
     """The runner: takes time, waits for all ranks in collectives, and checks what they run."""
 
@@ -227,8 +319,7 @@ class SimRunner:
         return across[self._rank.dp_rank]
 
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
-        for layer in range(COLLECTIVES):
-            self.collective(agreed.step, f"layer {layer}", num_tokens)
+        self.collective(agreed.step, "layer 0", num_tokens)
 
     def collective(self, step: int, name: str, num_tokens: int) -> None:
         self._rank.group.collective(self._rank, step, name, num_tokens)

@@ -24,11 +24,10 @@ from math import log
 from typing import Any
 
 from sim_check import check_scheduler
-from sim_group import SimGroup
+from sim_group import SimGroup, SimHandle
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
-from sim_owner import SimEngineLinks, SimHandle, SimPool
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import (
     FATAL,
@@ -39,9 +38,12 @@ from sim_schedule import (
     Arrival,
     Fault,
     Schedule,
+    Shape,
     draw_arrival,
 )
 
+from cluster.actors.rank_group import RankGroup
+from cluster.actors.reports import ReplicaReport
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
@@ -51,18 +53,22 @@ from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
 from cluster.rank.follower import FollowerLoop
 from cluster.wire.messages import (
+    Abort,
     EngineOutput,
     FrameError,
     GenerateRequest,
     Sampling,
     StepAgreement,
     decode,
+    encode,
 )
 from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenMailboxes
-from serve.pools.pool_core import PoolCore
+from serve.pools.pool_core import PoolCore, hold_s
 from serve.pools.router import Router
+from serve.pools.routing import Routing
 
+CONFIG_HASH = "simulated"
 NUM_STREAMS = 16
 """Among which a stream's tokens wait for ticks of some 45 ms."""
 END_S = 180.0
@@ -89,6 +95,91 @@ NAMED = {
     "lost frame": (": does not advance in step ", ": wanted "),
 }
 """What a group's end says of a fault."""
+
+
+# --- the owner's side ---------------------------------------------------------------------------
+# Real are the accounts of open requests, the rebuild under a new epoch, and where outputs go.
+# Frames that were under way when a process died still arrive, and arrive late, as over sockets.
+
+
+class SimEngineLinks:
+    """The ingress's ways to engines."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
+        self._world.send_to_leader("ingress", inbox, encode(Abort(request_ids)))
+
+    def forget(self, inbox: str) -> None:
+        """There is nothing to close."""
+
+    async def caught_up(self) -> None:
+        """Return at once: frames wait nowhere but on their way."""
+
+
+class SimLeaderLink:
+    """The pool's way to a leader."""
+
+    def __init__(self, world: World, inbox: str) -> None:
+        self.is_closed = False
+        self._world = world
+        self._inbox = inbox
+
+    async def submit(self, frame: bytes) -> None:
+        self._world.send_to_leader(f"{self._inbox} pool", self._inbox, frame)
+
+    def abort(self, request_id: str) -> None:
+        if not self.is_closed:
+            frame = encode(Abort([request_id]))
+            self._world.send_to_leader(f"{self._inbox} pool", self._inbox, frame)
+
+
+class SimPool:
+    """A replica of a pool: the `PoolShell` of a real core."""
+
+    def __init__(self, world: World, shape: Shape) -> None:
+        self._world = world
+        self._shape = shape
+        self._links: list[SimLeaderLink] = []
+        self.core: PoolCore = world.plants.pool_core(
+            shape.pool,
+            "replica",
+            CONFIG_HASH,
+            self,
+            routing=Routing(world.schedule.routing),
+            hold_s=hold_s(world.schedule.lease_s),
+        )
+
+    def generate(self, request_id: str, frame: bytes) -> asyncio.Task[str]:
+        if self._shape.pool != "decode":
+            self._world.on_attempt(request_id)
+        return self._world.loop.create_task(self.core.generate(request_id, frame, CONFIG_HASH))
+
+    def new_group(self, epoch: int) -> RankGroup:
+        group: RankGroup = self._world.plants.group(self._world, self._shape, epoch)
+        return group
+
+    async def connect(self, inboxes: Sequence[str]) -> list[SimLeaderLink]:
+        for link in self._links:
+            link.is_closed = True
+        self._links = [SimLeaderLink(self._world, inbox) for inbox in inboxes]
+        return self._links
+
+    async def push(self, report: ReplicaReport, group: RankGroup) -> None:
+        """Nobody looks."""
+
+    async def final_failure(self) -> str:
+        return ""
+
+    async def note_failure(self, reason: str, is_final: bool) -> None:
+        """Nobody asks."""
+
+    async def note_recovery(self) -> None:
+        """Nothing was noted."""
+
+
+# --- a simulation -------------------------------------------------------------------------------
 
 
 class Plants:

@@ -11,13 +11,33 @@ import torch
 from cuda_bugs import BUGS
 from cuda_device import RUBBISH, STREAM_WAITS, CudaDevice, NotSimulated, Order, Stream
 from cuda_torch import simulated
-from cuda_work import Case, Oracle, checkpoint, drawn_cases, found_by, serve, start, trace
+from cuda_work import (
+    Case,
+    Oracle,
+    all_ways,
+    checkpoint,
+    drawn_cases,
+    found_by,
+    serve,
+    start,
+    trace,
+)
 
 from cluster.kv.transport.store import BlockStore
 
 ORDERS: list[tuple[Order, int]] = [("late", 0), ("eager", 0), *(("random", i) for i in range(10))]
 SEED = 0
 NUM_RANDOM_ORDERS = 10
+"""Times the factor of `--fuzz`."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Serve a case of each family; with a factor of `--fuzz`, in all other ways too."""
+    if "case" in metafunc.fixturenames:
+        drawn = drawn_cases(SEED)
+        more = all_ways() if metafunc.config.getoption("--fuzz") > 1 else []
+        cases = [*drawn, *(way for way in more if way not in drawn)]
+        metafunc.parametrize("case", cases, ids=str)
 
 
 @pytest.fixture(params=ORDERS, ids=str)
@@ -68,12 +88,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 
 @pytest.mark.feature("C06", "D03", "D06", "P06", "T04", "X04")
-@pytest.mark.parametrize("case", drawn_cases(SEED), ids=str)
 def test_tokens_are_those_of_the_cpu_and_a_step_copies_three_times_and_waits_once(
-    oracle: Oracle, case: Case
+    oracle: Oracle, case: Case, pytestconfig: pytest.Config
 ) -> None:
+    num_random = NUM_RANDOM_ORDERS * pytestconfig.getoption("--fuzz")
     orders: list[tuple[Order, int]] = [("late", SEED), ("eager", SEED + 1)]
-    orders += [("random", SEED + 2 + i) for i in range(NUM_RANDOM_ORDERS)]
+    orders += [("random", SEED + 2 + i) for i in range(num_random)]
     found = dict(zip(orders, serve(case, oracle, orders), strict=True))
     assert found == {order: [] for order in orders}
 

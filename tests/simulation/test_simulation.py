@@ -79,10 +79,7 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -
     wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"restarts: {n}" for n in (0, 1, 2)}
     loops = ("plain", "overlapped")
     wanted |= {f"steps: {loop}, {device} the host" for loop in loops for device in ("in", "beside")}
-    groups = [
-        " and ".join(f"{shape.dp_size}x{shape.tp_size}" for shape in shapes) for shapes in SHAPES
-    ]
-    wanted |= {f"groups, dp x tp: {group}" for group in groups}
+    wanted |= {f"groups, dp x tp: {runner.sizes_of(shapes)}" for shapes in SHAPES}
     assert wanted <= set(tally.counts), sorted(wanted - set(tally.counts))
 
 

@@ -4,55 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
+from local_ranks import CREDENTIALS, HANDSHAKE
+from wire_structs import submit_of
 
 from cluster.config import DEFAULT_NUM_CPUS, PLACEMENT_TIMEOUT_S, EngineConfig, rank_bundles
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    OutputFrame,
-    Sampling,
-    Submit,
-    decode,
-    encode,
-)
-from cluster.wire.sockets import (
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    join,
-    listening_socket,
-    pack,
-)
+from cluster.wire.messages import EngineOutput, OutputFrame, decode, encode
+from cluster.wire.sockets import connecting_socket, end_context, join, listening_socket, pack
 
-CREDENTIALS = Credentials("test", b"s" * 32)
-
-RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
-"""(config, epoch=0, credentials=CREDENTIALS, is_started=True): a group, killed at the end."""
-Generate = Callable[..., Any]
-"""(inboxes, prompts, num_tokens, pause_s=0): see `_generate`."""
-Reported = Callable[..., Any]
-"""(group): see `_reported`."""
+Function = Callable[..., Any]
 
 
 @pytest.fixture
-def running_group(ray_cluster: Any) -> RunningGroup:
+def running_group(ray_cluster: Any) -> Function:
     return _running_group
 
 
 @pytest.fixture
-def generate() -> Generate:
+def generate() -> Function:
     return _generate
 
 
 @pytest.fixture
-def reported() -> Reported:
+def reported() -> Function:
     return _reported
 
 
@@ -71,6 +51,7 @@ async def _running_group(
     credentials: Credentials = CREDENTIALS,
     is_started: bool = True,
 ) -> AsyncIterator[Any]:
+    """Make a group, which is killed at the end."""
     import ray
 
     from cluster.actors.ray_ranks import create_group
@@ -99,21 +80,17 @@ async def _generate(
     """
     context = zmq.asyncio.Context()
     tokens: list[list[int]] = [[] for _ in prompts]
-    handshake = CurveHandshake(CREDENTIALS.secret)
-    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
+    replies = listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000)
     leaders = {
-        inbox: connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000)
+        inbox: connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000)
         for inbox in set(inboxes)
     }
     try:
         reply_to = f"tcp://127.0.0.1:{replies.bind_to_random_port('tcp://127.0.0.1')}"
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None, None)
         for inbox, leader in leaders.items():
             leader.connect(inbox)
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
-            frame = encode(
-                Submit(GenerateRequest(str(i), prompt, [], sampling, reply_to, b""), None)
-            )
+            frame = encode(submit_of(str(i), prompt, reply_to, max_tokens=num_tokens))
             await leaders[inbox].send_multipart(pack(frame, CREDENTIALS))
             await asyncio.sleep(pause_s)
         num_left, num_cached = len(prompts), 0

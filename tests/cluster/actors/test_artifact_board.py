@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
 )
 def test_nodes_fetch_what_one_of_them_compiles(
     ray_cluster: Any,
-    make_oracle: Callable[[str], Any],
+    oracle: Any,
     tmp_path: Path,
     compiler: str,
     is_shared: bool,
@@ -58,7 +57,7 @@ def test_nodes_fetch_what_one_of_them_compiles(
 
     from cluster.actors.artifact_board import create_artifact_board
 
-    engine = config(make_oracle("tied"), compiler=compiler, share_artifacts=is_shared)
+    engine = config(oracle, compiler=compiler, share_artifacts=is_shared)
     board = create_artifact_board()
     remote = ray.remote(num_cpus=1, max_calls=1)(start)  # each in a process of its own
     disks = [str(tmp_path / name) for name in ("first", "second")]

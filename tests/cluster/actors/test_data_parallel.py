@@ -9,24 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from compile.config import CompilationConfig
+from local_ranks import config_of
 
 pytestmark = pytest.mark.ray
 
 NUM_TOKENS = 24
-
-
-def config(oracle: Any, parallel: ParallelConfig, **compilation: Any) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=128,
-        cache=CacheConfig(block_size=4, num_kv_blocks=80),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-        parallel=parallel,
-        compilation=CompilationConfig(sealed="strict", **compilation),
-    )
 
 
 def prompts_for(oracle: Any) -> list[list[int]]:
@@ -83,9 +70,12 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
 ) -> None:
     oracle = make_oracle(shape)
     prompts = prompts_for(oracle)
-    engine = config(
-        oracle,
-        ParallelConfig(2, 2),
+    engine = config_of(
+        oracle.path,
+        128,
+        num_kv_blocks=80,
+        parallel=(2, 2),
+        sealed="strict",
         level=3,
         compiler=compiler,
         cudagraph_mode="FULL_AND_PIECEWISE",
@@ -150,11 +140,11 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
 
 @pytest.mark.feature("P19")
 def test_without_lockstep_each_leader_steps_for_itself(
-    running_group: Any, generate: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, generate: Any, oracle: Any
 ) -> None:
-    oracle = make_oracle("tied")
     prompts = prompts_for(oracle)[:3]
-    engine = config(oracle, ParallelConfig(1, 2, lockstep=False), level=0, cudagraph_mode="NONE")
+    apart: dict[str, Any] = {"parallel": (1, 2, False), "level": 0, "cudagraph_mode": "NONE"}
+    engine = config_of(oracle.path, 128, num_kv_blocks=80, sealed="strict", **apart)
 
     async def scenario() -> None:
         async with running_group(engine, epoch=0) as group:

@@ -6,33 +6,21 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from local_ranks import config_of
 
 pytestmark = pytest.mark.ray
 
 
-def config(oracle: Any) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        role=Role.MIXED,
-        cache=CacheConfig(block_size=4, num_kv_blocks=100),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-    )
-
-
 @pytest.mark.feature("P19")
 def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
-    running_group: Any, reported: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, reported: Any, oracle: Any
 ) -> None:
     import ray
 
-    engine = config(make_oracle("tied"))
+    engine = config_of(oracle.path, num_kv_blocks=100)
 
     async def scenario() -> None:
         async with running_group(engine, epoch=3) as group:

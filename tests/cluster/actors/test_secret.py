@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_ranks import config_of
 from zmq.utils import z85
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.wire.credentials import SECRET_BYTES, Credentials
 
 pytestmark = pytest.mark.ray
@@ -38,19 +37,14 @@ def test_no_secret_is_made_up_outside_of_ray(monkeypatch: pytest.MonkeyPatch) ->
         gcs_store.application_secret("one")
 
 
-def test_the_secret_stands_in_no_log(running_group: Any, make_oracle: Callable[[str], Any]) -> None:
+def test_the_secret_stands_in_no_log(running_group: Any, oracle: Any) -> None:
     """Nor does its key: of a group that loads, serves nothing and is told of by an error."""
     import ray
 
     from cluster.actors.rank_group import RankDied
 
     secret = b"Neither seen nor logged by a one"
-    engine = EngineConfig(
-        model_path=str(make_oracle("tied").path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=3),  # too few: loading fails
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-    )
+    engine = config_of(oracle.path, num_kv_blocks=3)  # too few: loading fails
 
     async def scenario() -> None:
         async with running_group(engine, credentials=Credentials("test", secret)):

@@ -1,86 +1,21 @@
-"""Tensor-parallel groups of real actors: they generate what one rank does, and name who dies."""
+"""Tensor-parallel groups of real actors name who dies or stops."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from compile.config import CompilationConfig
+from local_ranks import config_of
 
 pytestmark = pytest.mark.ray
-
-NUM_TOKENS = 32
-
-
-def config(oracle: Any, tensor_parallel_size: int) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=128,
-        # Three long sequences fill the pool: some are pre-empted. Prompts come in chunks.
-        cache=CacheConfig(block_size=4, num_kv_blocks=80),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32),
-        parallel=ParallelConfig(tensor_parallel_size),
-    )
-
-
-def prompts_for(oracle: Any) -> list[list[int]]:
-    rng = random.Random(21)
-    vocab = oracle.model.config.vocab_size
-    head = [rng.randrange(vocab) for _ in range(20)]
-    tails = [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(8)]
-    return [head + tail if i % 2 else tail for i, tail in enumerate(tails)]
-
-
-@pytest.mark.feature("P01", "P19")
-@pytest.mark.parametrize(("shape", "size"), [("odd vocabulary", 2), ("one kv head", 4)])
-def test_ranks_of_a_group_generate_what_transformers_does(
-    running_group: Any,
-    generate: Any,
-    reported: Any,
-    make_oracle: Callable[[str], Any],
-    shape: str,
-    size: int,
-) -> None:
-    oracle = make_oracle(shape)
-    prompts = prompts_for(oracle)
-
-    async def scenario() -> None:
-        async with running_group(config(oracle, size)) as group:
-            first, _ = await generate(group.inboxes * len(prompts), prompts, NUM_TOKENS)
-            again, num_cached = await generate(group.inboxes * 3, prompts[:3], NUM_TOKENS)
-            for prompt, tokens in zip(prompts + prompts[:3], first + again, strict=True):
-                assert len(tokens) == NUM_TOKENS
-                oracle.check_greedy(prompt, tokens)
-            oracle.report_ties()
-
-            report = await reported(group)
-            assert [(r.place.dp_rank, r.place.tp_rank, r.state) for r in report.ranks] == [
-                (0, rank, "ready") for rank in range(size)
-            ]
-            assert len({r.pid for r in report.ranks}) == size
-            [step] = {r.step for r in report.ranks}
-            assert step > 0
-            scheduler = report.ranks[0].scheduler
-            assert scheduler.num_free_blocks == scheduler.num_blocks == 80
-            assert num_cached > 0
-
-            ended = asyncio.create_task(group.wait_for_end())
-            await group.stop()
-            assert (await ended).endswith("ended: stopped")
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
@@ -88,7 +23,7 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
     running_group: Any,
     generate: Any,
     reported: Any,
-    make_oracle: Callable[[str], Any],
+    oracle: Any,
     monkeypatch: pytest.MonkeyPatch,
     busy: bool,
 ) -> None:
@@ -96,17 +31,16 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
     from cluster.actors import rank_group
 
     monkeypatch.setattr(rank_group, "BLAME_S", 5.0)  # Ray may be late on a busy machine
-    oracle = make_oracle("tied")
+    engine = config_of(oracle.path, 128, num_kv_blocks=80, parallel=(2,))
 
     async def scenario() -> None:
-        async with running_group(config(oracle, 2)) as group:
+        async with running_group(engine) as group:
             report = await reported(group)
             ended = asyncio.create_task(group.wait_for_end())
             load: asyncio.Task[Any] | None = None
             if busy:
-                prompts = prompts_for(oracle)
-                inboxes = group.inboxes * len(prompts)
-                load = asyncio.create_task(generate(inboxes, prompts, NUM_TOKENS))
+                prompts = [list(range(i, i + 30)) for i in range(8)]
+                load = asyncio.create_task(generate(group.inboxes * 8, prompts, 90))
                 await asyncio.sleep(0.15)
             killed_at = time.monotonic()
             os.kill(report.ranks[1].pid, signal.SIGKILL)
@@ -127,36 +61,18 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
     asyncio.run(scenario())
 
 
-def test_a_follower_that_cannot_load_is_named_with_the_reason(
-    running_group: Any, make_oracle: Callable[[str], Any]
-) -> None:
-    """Three ranks cannot share four heads; nobody waits for the others' collectives."""
-    from cluster.actors.rank_group import RankDied
-
-    async def scenario() -> None:
-        async with running_group(config(make_oracle("tied"), 3)):
-            pass
-
-    began = time.monotonic()
-    with pytest.raises(RankDied, match=r"rank dp=0 tp=\d epoch=0 ended while loading: .*heads"):
-        asyncio.run(scenario())
-    assert time.monotonic() - began < 55
-
-
 @pytest.mark.slow
 @pytest.mark.feature("P09")
 def test_a_follower_that_stops_while_it_loads_is_named(
-    running_group: Any,
-    make_oracle: Callable[[str], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    running_group: Any, oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader would wait for it for half an hour."""
     from cluster.actors import rank_group
 
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 20.0)
-    level_3 = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path))
-    engine = replace(config(make_oracle("tied"), 2), watchdog_s=1.0, compilation=level_3)
+    level_3: dict[str, Any] = {"level": 3, "compiler": "eager", "cache_dir": str(tmp_path)}
+    engine = config_of(oracle.path, num_kv_blocks=80, parallel=(2,), **level_3)
+    engine = replace(engine, watchdog_s=1.0)
 
     async def scenario() -> tuple[str, float]:
         async with running_group(engine, is_started=False) as group:

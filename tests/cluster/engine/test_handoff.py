@@ -33,6 +33,14 @@ def take_over(pair: SimpleNamespace, name: str, n: int) -> tuple:
     return sim.make_request(name, request.prompt_token_ids, output=first), handoff
 
 
+def begin_to_read(pair: SimpleNamespace) -> tuple:
+    """Prefill `a` and let decode begin to read its KV; return what `take_over` does."""
+    request, handoff = take_over(pair, "a", 9)
+    pair.decode.submit(request, handoff)
+    pair.decode.step()
+    return request, handoff
+
+
 def test_a_handoff_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> None:
     handoff = prefill(pair, sim.make_request("r", list(range(9))))
     assert handoff.num_tokens == 9
@@ -70,9 +78,7 @@ def test_a_read_that_needs_no_block_still_releases_its_handoff(pair: SimpleNames
 
 
 def test_a_lost_read_discards_its_blocks_and_says_so(pair: SimpleNamespace) -> None:
-    request, handoff = take_over(pair, "a", 9)
-    pair.decode.submit(request, handoff)
-    pair.decode.step()
+    request, _ = begin_to_read(pair)
     pair.now += 100
     outputs = [output for _ in range(6) for output in pair.tick()]
     assert [(o.finish_reason, o.error) for o in outputs] == [("kv_lost", "handoff: lost")]
@@ -81,9 +87,7 @@ def test_a_lost_read_discards_its_blocks_and_says_so(pair: SimpleNamespace) -> N
 
 
 def test_an_aborted_read_keeps_its_blocks_until_it_writes_no_more(pair: SimpleNamespace) -> None:
-    request, handoff = take_over(pair, "a", 9)
-    pair.decode.submit(request, handoff)
-    pair.decode.step()
+    begin_to_read(pair)
     pair.decode.scheduler.abort(["a"])
     (output,) = pair.decode.step()
     assert output.finish_reason == "abort"
@@ -95,9 +99,7 @@ def test_an_aborted_read_keeps_its_blocks_until_it_writes_no_more(pair: SimpleNa
 
 
 def test_a_new_request_may_take_the_id_of_an_aborted_read(pair: SimpleNamespace) -> None:
-    request, handoff = take_over(pair, "a", 9)
-    pair.decode.submit(request, handoff)
-    pair.decode.step()
+    request, handoff = begin_to_read(pair)
     pair.decode.scheduler.abort(["a"])
     pair.decode.submit(request, handoff)  # the reader could not tell its reads apart
     pair.decode.submit(request)
@@ -136,25 +138,6 @@ def test_a_request_may_come_again_while_its_old_handoff_is_held(pair: SimpleName
     first, second = prefill(pair, request), prefill(pair, request)
     assert first.handoff_id != second.handoff_id
     assert pair.holder.num_held == 2
-
-
-def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there() -> None:
-    shape = sim.Shape(num_blocks=5, max_num_seqs=2, caching=False)
-    pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)
-    texts = {}
-    for name in "ab":
-        request, handoff = take_over(pair, name, 7)
-        texts[name] = list(request.output_token_ids)
-        pair.decode.submit(request, handoff)
-    wanted = {
-        name: sim.continuation(sim.make_request(name, [ord(name) % 7, *range(1, 7)]))
-        for name in texts
-    }
-    for output in pair.run():
-        texts[output.request_id] += output.token_ids
-    assert texts == wanted
-    assert pair.decode.scheduler.stats().num_preemptions > 0
-    assert pair.decode.scheduler.stats().prompt_tokens_computed > 0
 
 
 def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into() -> None:

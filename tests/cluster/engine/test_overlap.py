@@ -152,15 +152,3 @@ def test_tokens_of_the_step_in_flight_leave_before_the_group_ends() -> None:
     outputs = [output.token_ids for _ in range(3) for output in engine.step()]
     assert engine.has_ended and len(device.plans) == 2
     assert [token for each in outputs for token in each] == sim.continuation(request)[:2]
-
-
-def test_an_aborted_request_gets_no_token_of_the_step_in_flight() -> None:
-    engine, _ = engine_on(OverlappedEngine)
-    engine.submit(Submit(sim.make_request("a", [1, 2], max_tokens=9), None))
-    engine.step()
-    engine.abort(["a"])
-    assert engine.scheduler.blocks.num_free_blocks < 40, "a step in flight writes there"
-    outputs = [output for _ in range(2) for output in engine.step()]
-    assert [(output.finish_reason, output.token_ids) for output in outputs] == [("abort", [])]
-    assert not engine.has_unfinished and engine.scheduler.blocks.num_free_blocks == 40
-    sim.check_scheduler(engine.scheduler)

@@ -24,11 +24,7 @@ traces = settings(
 
 
 def run_mixed(
-    trace: list,
-    shape: object,
-    *,
-    forgets: bool = False,
-    is_overlapped: bool = False,
+    trace: list, shape: object, *, forgets: bool = False, is_overlapped: bool = False
 ) -> SimpleNamespace:
     """Run a trace on one engine; return the engine, texts and last outputs.
 

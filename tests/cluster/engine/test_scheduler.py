@@ -222,15 +222,6 @@ def test_more_than_can_ever_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert errors["r6"] == wanted
 
 
-def test_a_request_that_could_not_be_read_ends_with_why() -> None:
-    engine = sim.FakeEngine(sim.Shape())
-    engine.scheduler.refuse("a", "frame: wanted Submit, found another")
-    engine.submitted["a"] += 1
-    (output,) = engine.step()
-    assert (output.finish_reason, output.token_ids) == ("error", [])
-    assert output.error == "frame: wanted Submit, found another"
-
-
 def test_an_unfinished_id_is_refused() -> None:
     engine = sim.FakeEngine(sim.Shape())
     for _ in range(2):

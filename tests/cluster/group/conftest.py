@@ -1,4 +1,4 @@
-"""A ZeroMQ context, and a TCP relay that hears what is said and can be cut."""
+"""A TCP relay that hears what is said and can be cut."""
 
 from __future__ import annotations
 
@@ -8,18 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-import zmq
-
-from cluster.wire.sockets import end_context
-
-HOST = "127.0.0.1"
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    end_context(made, "test", linger=0)
+from local_ranks import HOST
 
 
 class Relay:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from local_ranks import CREDENTIALS, HOST, wait_for
+from wire_structs import hello_of, plan_of
 
 from cluster.engine.lockstep import AloneLockstep
 from cluster.group import channel
 from cluster.group.channel import StepReceiver, StepSender
 from cluster.group.links import LinkAddress
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     DropKV,
     EndOfSteps,
@@ -24,35 +25,19 @@ from cluster.wire.group_messages import (
     ReadEnded,
     StepFrame,
 )
-from cluster.wire.messages import (
-    PROTOCOL_VERSION,
-    FrameError,
-    KVSource,
-    RankProcess,
-    StepPlan,
-    encode,
-)
+from cluster.wire.messages import PROTOCOL_VERSION, FrameError, encode
 from cluster.wire.sockets import Doorbell
 
-CREDENTIALS = Credentials("abc", b"s" * 32)
-OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")
-PLAN = StepPlan(1, 1, 1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
+OURS = LeaderHello(PROTOCOL_VERSION, "test", 1, "n")
+PLAN = plan_of([1], epoch=1)
 
 
 @pytest.fixture
 def sender(context: Any) -> Iterator[StepSender]:
-    made = StepSender(context, 2, host="127.0.0.1", credentials=CREDENTIALS)
+    made = StepSender(context, 2, host=HOST, credentials=CREDENTIALS)
     yield made
     if not made.links[0].socket.closed:
         made.close()
-
-
-def hello(tp_rank: int, **fields: Any) -> FollowerHello:
-    given = {"protocol": PROTOCOL_VERSION, "config_hash": "abc", "epoch": 1, "nonce": "n", **fields}
-    source = KVSource(tp_rank, "", 0, -1, "", RankProcess(1, ""))
-    return FollowerHello(
-        tp_rank=tp_rank, num_blocks=9, layout="kv", source=source, graphs=0, **given
-    )
 
 
 def accept(sender: StepSender) -> list[FollowerHello]:
@@ -85,7 +70,7 @@ Connect = Callable[[LinkAddress, FollowerHello], End]
 
 
 def connect_all(connect: Connect, sender: StepSender) -> list[End]:
-    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    ends = [connect(address, hello_of(i + 1)) for i, address in enumerate(sender.addresses)]
     accept(sender)
     return ends
 
@@ -111,7 +96,7 @@ def test_every_follower_gets_everything_in_order(
         address if way == "ipc" else replace(address, node="another", ipc="")
         for address in sender.addresses
     ]
-    opening = [connect(address, hello(i + 1)) for i, address in enumerate(addresses)]
+    opening = [connect(address, hello_of(i + 1)) for i, address in enumerate(addresses)]
     assert [h.tp_rank for h in accept(sender)] == [1, 2]
     ends = [end.wait_until_open() for end in opening]
     agreed = AloneLockstep().agree(PLAN.vote())
@@ -151,14 +136,14 @@ def test_a_ring_ends_a_wait_for_a_frame(connect: Connect, sender: StepSender) ->
     ("fields", "message"),
     [
         ({"protocol": 99}, f"protocol: wanted {PROTOCOL_VERSION}, found 99"),
-        ({"config_hash": "xyz"}, "config_hash: wanted abc, found xyz"),
+        ({"config_hash": "xyz"}, "config_hash: wanted test, found xyz"),
         ({"epoch": 0}, "epoch: wanted 1, found 0"),
     ],
 )
 def test_a_stranger_is_refused_on_both_sides(
     connect: Connect, sender: StepSender, fields: dict[str, Any], message: str
 ) -> None:
-    end = connect(sender.addresses[0], hello(1, **fields))
+    end = connect(sender.addresses[0], hello_of(1, **fields))
     with pytest.raises(FrameError, match=message):
         accept(sender)
     end.wait_until_open()
@@ -167,7 +152,7 @@ def test_a_stranger_is_refused_on_both_sides(
 
 
 def test_a_rank_at_the_wrong_place_is_refused(connect: Connect, sender: StepSender) -> None:
-    connect(sender.addresses[0], hello(2))
+    connect(sender.addresses[0], hello_of(2))
     with pytest.raises(FrameError, match="tp_rank: wanted 1, found 2"):
         accept(sender)
 
@@ -177,11 +162,8 @@ def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
 ) -> None:
     ends = connect_all(connect, sender)
     ends[1].wait_until_open().close()
-    deadline = time.monotonic() + 60
     with pytest.raises(ConnectionError, match="follower tp=2: wanted an open channel"):
-        while time.monotonic() < deadline:
-            sender.tell(DropKV(1))
-            time.sleep(0.01)
+        wait_for(lambda: sender.tell(DropKV(1)))
 
 
 @pytest.mark.feature("P14")
@@ -189,21 +171,17 @@ def test_a_connection_that_broke_is_named_though_there_is_a_new_one(
     connect: Connect, sender: StepSender, relay_to: Callable[[int], Any]
 ) -> None:
     relay = relay_to(int(sender.addresses[1].tcp.rpartition(":")[2]))
-    through = LinkAddress("another", "", f"tcp://127.0.0.1:{relay.port}")
-    ends = [connect(sender.addresses[0], hello(1)), connect(through, hello(2))]
+    through = LinkAddress("another", "", f"tcp://{HOST}:{relay.port}")
+    ends = [connect(sender.addresses[0], hello_of(1)), connect(through, hello_of(2))]
     accept(sender)
     follower = ends[1].wait_until_open()
     follower.report(HandoffsEnded([1]))
-    deadline = time.monotonic() + 60
-    while not sender.take_reports() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(sender.take_reports)
     sender.check()
     relay.cut()
     follower.report(HandoffsEnded([2]))  # lost, or not: nobody can tell
     with pytest.raises(ConnectionError, match="follower tp=2: wanted its connection unbroken"):
-        while time.monotonic() < deadline:
-            sender.check()
-            time.sleep(0.01)
+        wait_for(sender.check)
 
 
 @pytest.mark.parametrize("body", [b"xy", b"", encode(DropKV(1)), encode(HandoffsEnded([-1]))[:-1]])
@@ -212,11 +190,8 @@ def test_a_follower_that_reports_nonsense_is_named(
 ) -> None:
     ends = connect_all(connect, sender)
     ends[1].wait_until_open()._link.send(body)
-    deadline = time.monotonic() + 60
     with pytest.raises(FrameError, match=r"^follower tp=2: frame: wanted "):
-        while time.monotonic() < deadline:
-            sender.take_reports()
-            time.sleep(0.01)
+        wait_for(sender.take_reports)
 
 
 def test_a_leader_that_sends_nonsense_is_named(connect: Connect, sender: StepSender) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from local_ranks import CREDENTIALS, HOST, run_ranks
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.config import EngineConfig, ParallelConfig
@@ -20,57 +20,20 @@ from cluster.group.context import RankContext
 from cluster.group.links import LinkAddress
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION, FrameError
 from cluster.wire.sockets import end_context
-from model.parallel import Shard
-
-HOST = "127.0.0.1"
-CREDENTIALS = Credentials("test", b"s" * 32)
 
 
-def run_ranks(
-    size: int,
-    work: Callable[[GroupMembership], Any],
-    host: str = HOST,
-    is_on_one_node: bool = False,
-    device: str = "cpu",
-) -> list[Any]:
-    """Join `size` ranks on threads, do the work on each and leave; return the results."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(size))
-    endpoints = LeaderEndpoints(
-        RankContext(config, host=host, credentials=CREDENTIALS, is_on_one_node=is_on_one_node)
-    )
+def test_ranks_agree_with_all_and_sum_among_their_own_or_across() -> None:
+    def work(group: GroupMembership) -> tuple[int, ...]:
+        one = torch.full((1,), 10.0**group.rank)
+        assert group.shard.data is not None
+        sums = [int(each.all_reduce(one.clone())) for each in (group.shard, group.shard.data)]
+        return group.all_reduce_min("n", 10 - group.rank), *sums
 
-    def run(rank: int) -> Any:
-        where = endpoints.rendezvous
-        if where is None:
-            group = GroupMembership(None, Shard())
-        else:
-            hello, listener = where.hello(CREDENTIALS, 0), None if rank else endpoints.listener
-            group = GroupMembership.join(where, rank, device, host, hello=hello, listener=listener)
-        try:
-            return work(group)
-        finally:
-            group.close()
-
-    try:
-        with ThreadPoolExecutor(size) as threads:
-            return list(threads.map(run, range(size)))
-    finally:
-        for end in endpoints.channel.links if endpoints.channel is not None else ():
-            end.close()
-        end_context(endpoints.sockets, "test")
-
-
-def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
-    def work(group: GroupMembership) -> tuple[int, list[float], int]:
-        rank = group.shard.rank
-        total = group.shard.all_reduce(torch.full((2,), rank + 1.0))
-        return rank, total.tolist(), group.all_reduce_min("num_blocks", 100 - rank)
-
-    assert run_ranks(3, work) == [(rank, [6.0, 6.0], 98) for rank in range(3)]
+    found = run_ranks(work, tp=2, dp=2)
+    assert found == [(7, 11, 101), (7, 11, 1010), (7, 1100, 101), (7, 1100, 1010)]
 
 
 def test_ranks_of_one_node_meet_where_no_other_node_reaches() -> None:
@@ -79,7 +42,7 @@ def test_ranks_of_one_node_meet_where_no_other_node_reaches() -> None:
     def work(group: GroupMembership) -> list[float]:
         return group.shard.all_reduce(torch.ones(2)).tolist()
 
-    assert run_ranks(2, work, host="192.0.2.1", is_on_one_node=True) == [[2.0, 2.0]] * 2
+    assert run_ranks(work, tp=2, host="192.0.2.1", is_on_one_node=True) == [[2.0, 2.0]] * 2
     config = EngineConfig("model", 64, parallel=ParallelConfig(2, 2))
     context = RankContext(config, host="192.0.2.1", is_on_one_node=True)
     endpoints = LeaderEndpoints(context)
@@ -129,7 +92,7 @@ def test_a_rank_may_start_later_than_a_collective_waits(monkeypatch: pytest.Monk
         return join(where, rank, *arguments, **named)
 
     monkeypatch.setattr(GroupMembership, "join", late)
-    assert run_ranks(2, lambda group: group.size) == [2, 2]
+    assert run_ranks(lambda group: group.size, tp=2) == [2, 2]
 
 
 def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +103,7 @@ def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.Mo
 
     wanted = r"num_blocks: wanted all 2 ranks in 0\.3 s, found none of \[1\]"
     with pytest.raises(TimeoutError, match=wanted):
-        run_ranks(2, work)
+        run_ranks(work, tp=2)
 
 
 def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +120,7 @@ def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyP
             assert has_ended.wait(60), "its peer waits on"
         return time.monotonic() - began
 
-    waited, _ = run_ranks(2, work)
+    waited, _ = run_ranks(work, tp=2)
     assert waited > 1.8
 
 
@@ -182,7 +145,7 @@ def test_nccl_waits_no_longer_than_gloo(monkeypatch: pytest.MonkeyPatch) -> None
     def work(group: GroupMembership) -> list[float]:
         return group.shard.all_reduce(torch.ones(1)).tolist()
 
-    assert run_ranks(2, work, device="cuda") == [[2.0], [2.0]]
+    assert run_ranks(work, tp=2, device="cuda") == [[2.0], [2.0]]
     assert StandInNCCL.timeouts == [timedelta(seconds=membership.COLLECTIVE_TIMEOUT_S)] * 2
     assert membership.COLLECTIVE_TIMEOUT_S <= 60
 
@@ -197,5 +160,5 @@ def test_a_rank_that_never_comes_is_not_waited_for_at_the_end(
             time.sleep(1.0)
 
     began = time.monotonic()
-    run_ranks(2, work)
+    run_ranks(work, tp=2)
     assert time.monotonic() - began < 60

@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from local_ranks import CREDENTIALS, HOST, Context, wait_for
+from local_ranks import HANDSHAKE as OURS
+from wire_structs import hello_of
 from zmq.utils import z85
 
 from cluster.config import EngineConfig
@@ -27,9 +30,8 @@ from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
 from cluster.rank.leader import Inbox
-from cluster.wire.credentials import Credentials
-from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
-from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, KVSource, RankProcess, Watch, encode
+from cluster.wire.group_messages import LeaderHello, PeerHello
+from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, Watch, encode
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
     CurveHandshake,
@@ -40,12 +42,8 @@ from cluster.wire.sockets import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-HOST = "127.0.0.1"
-CREDENTIALS = Credentials("test", b"s" * 32)
 RANK = RankContext(EngineConfig("", max_model_len=64), host=HOST, credentials=CREDENTIALS)
-OURS, OTHERS = CurveHandshake(CREDENTIALS.secret), CurveHandshake(b"t" * 32)
-
-Context = zmq.Context[zmq.Socket[bytes]]
+OTHERS = CurveHandshake(b"t" * 32)
 
 
 def greeting(mechanism: bytes) -> bytes:
@@ -283,24 +281,16 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(
 # --- processes of the application that are not meant ----------------------------------------------
 
 
-def follower_hello(nonce: str = "n", **fields: Any) -> FollowerHello:
-    given = {"protocol": PROTOCOL_VERSION, "config_hash": "test", "epoch": 1, **fields}
-    source = KVSource(1, "", 0, -1, "", RankProcess(1, ""))
-    return FollowerHello(
-        nonce=nonce, tp_rank=1, num_blocks=9, layout="kv", source=source, graphs=0, **given
-    )
-
-
 def meet(context: Context, sender: StepSender) -> StepReceiver:
     """Let a leader and its follower find each other, over TCP."""
     address = links.LinkAddress("another", "", sender.addresses[0].tcp)
     receiver = StepReceiver(context, address, Doorbell(), credentials=CREDENTIALS)
-    opening = threading.Thread(target=receiver.open, args=(follower_hello(),))
+    opening = threading.Thread(target=receiver.open, args=(hello_of(),))
     opening.start()
     ours = LeaderHello(PROTOCOL_VERSION, "test", 1, "n")
     [found] = sender.accept(ours, lambda name: None)
     opening.join(timeout=60)
-    assert found == follower_hello()
+    assert found == hello_of()
     return receiver
 
 
@@ -308,10 +298,10 @@ SAID: dict[str, list[bytes] | None] = {
     "nothing": None,
     "two bytes": [b"xy"],
     "nothing at all": [b""],
-    "a hello of an older epoch": [encode(follower_hello("m", epoch=0))],
-    "a hello of another deployment": [encode(follower_hello("m", config_hash="other"))],
+    "a hello of an older epoch": [encode(hello_of(nonce="m", epoch=0))],
+    "a hello of another deployment": [encode(hello_of(nonce="m", config_hash="other"))],
     "a leader's hello": [encode(LeaderHello(PROTOCOL_VERSION, "test", 1, "n"))],
-    "half a hello": [encode(follower_hello())[:-1]],
+    "half a hello": [encode(hello_of())[:-1]],
     "megabytes": [b"x" * MAX_PART_BYTES] * 64,
 }
 
@@ -354,11 +344,8 @@ def test_a_port_scan_ends_no_group(context: Context, sender: StepSender) -> None
     time.sleep(0.2)
     sender.check()
     receiver.close()
-    deadline = time.monotonic() + 60
     with pytest.raises(ConnectionError, match="follower tp=1: wanted its connection unbroken"):
-        while time.monotonic() < deadline:
-            sender.check()
-            time.sleep(0.01)
+        wait_for(sender.check)
 
 
 def test_a_leader_that_waits_for_nobody_says_for_whom(

@@ -72,13 +72,6 @@ def test_a_dropped_handoff_is_dropped_on_every_rank(orders: list[KVOrder]) -> No
     assert holder.take_ended() == [first]
 
 
-def test_a_group_of_one_needs_no_report(orders: list[KVOrder]) -> None:
-    holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 0, orders.append)
-    handoff_id = holder.hold("r", [5], [1])
-    holder.drop(handoff_id)
-    assert holder.take_ended() == [handoff_id]
-
-
 @pytest.mark.parametrize("last", ["leader", "follower"])
 @pytest.mark.parametrize("errors", [{}, {"leader": "kv lease"}, {"follower": "kv lease"}])
 def test_a_read_ends_with_its_last_rank_and_is_as_good_as_its_worst(

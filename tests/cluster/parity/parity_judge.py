@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import BLOCK_SIZE
 from parity_process import EPOCH, Report
-from parity_rows import BLOCK_SIZE, LOADS, Run, window_of
+from parity_rows import LOADS, Run, window_of
 from parity_run import outputs_of
 
 from cluster.wire.messages import StepKind

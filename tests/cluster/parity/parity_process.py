@@ -14,19 +14,18 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from local_ranks import CREDENTIALS
+
 from cluster.config import EngineConfig
 from cluster.group.context import RankContext, RankPlace, RankStats
 from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.wire.credentials import Credentials
 from compile.counters import counter
 from compile.dispatch import BatchDescriptor, CapturedGraphs
 from compile.graphs.capture import unseal
 
-HOST, EPOCH = "127.0.0.1", 5
-CREDENTIALS = Credentials("test", b"s" * 32)
-
+EPOCH = 5
 LOSE, REPORT, END = "lose", "report", "end"
 
 

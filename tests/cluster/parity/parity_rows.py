@@ -7,30 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from local_ranks import BLOCK_SIZE, config_of
 from parity_process import Report
+from wire_structs import request_of
 
-from cluster.config import (
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    TransferConfig,
-)
-from cluster.wire.messages import EngineOutput, GenerateRequest, Sampling, StepKind
-from compile.config import CompilationConfig, CUDAGraphMode
+from cluster.config import EngineConfig, TransferConfig
+from cluster.wire.messages import EngineOutput, GenerateRequest, StepKind
+from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 from model.config import ModelConfig
 
-BLOCK_SIZE = 4
 NUM_TOKENS = 64
-GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-SILENT = {
-    "stop_token_ids": (),
-    "num_logprobs": -1,
-    "num_prompt_logprobs": -1,
-    "rules": None,
-    "grammar": None,
-}
 SEEDED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1}
 
 
@@ -53,8 +40,7 @@ class Request:
         return not self.sampling.get("temperature")
 
     def message(self, i: int) -> GenerateRequest:
-        fields = {**GREEDY, **SILENT, "max_tokens": self.max_tokens, **self.sampling}
-        return GenerateRequest(str(i), self.prompt, [], Sampling(**fields), "", b"")
+        return request_of(str(i), self.prompt, max_tokens=self.max_tokens, **self.sampling)
 
 
 @dataclass
@@ -165,27 +151,23 @@ class Row:
         if self.has_graphs:
             graphs["cudagraph_capture_sizes"] = load.graph_bs
             graphs["capture_num_tokens"] = load.graph_tokens or None
-        return EngineConfig(
-            model_path=str(oracle.path),
-            max_model_len=load.max_model_len,
-            cache=CacheConfig(
-                BLOCK_SIZE, blocks if isinstance(blocks, int) else blocks(window_of(oracle))
-            ),
-            scheduler=SchedulerConfig(load.max_num_seqs, load.max_num_batched_tokens),
-            transfer=TransferConfig(transport=self.kv or "auto"),
-            parallel=ParallelConfig(self.tp, data_parallel_size=self.dp),
-            overlap=self.overlap,
-            compilation=CompilationConfig(
-                level=self.level,
-                cudagraph_mode=self.mode,
-                compiler=self.compiler,
-                cache_dir=f"{cache_dir}/{self.tp}x{self.dp}",
-                poison_graph_pool=True,
-                capture_logits=self.scores,
-                sealed="strict",
-                **graphs,
-            ),
+        config = config_of(
+            oracle.path,
+            load.max_model_len,
+            num_kv_blocks=blocks if isinstance(blocks, int) else blocks(window_of(oracle)),
+            max_num_seqs=load.max_num_seqs,
+            max_num_batched_tokens=load.max_num_batched_tokens,
+            parallel=(self.tp, self.dp),
+            level=self.level,
+            cudagraph_mode=self.mode,
+            compiler=self.compiler,
+            cache_dir=f"{cache_dir}/{self.tp}x{self.dp}",
+            poison_graph_pool=True,
+            capture_logits=self.scores,
+            sealed="strict",
+            **graphs,
         )
+        return replace(config, transfer=TransferConfig(self.kv or "auto"), overlap=self.overlap)
 
 
 def window_of(oracle: Any) -> int | None:

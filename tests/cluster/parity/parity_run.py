@@ -19,26 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import zmq
-from parity_process import (
-    CREDENTIALS,
-    END,
-    EPOCH,
-    HOST,
-    LOSE,
-    REPORT,
-    Report,
-    context_of,
-    num_late,
-    report,
-)
+from local_ranks import CREDENTIALS, HOST, Ingress
+from parity_process import END, EPOCH, LOSE, REPORT, Report, context_of, num_late, report
 from parity_rows import LOADS, Request, Row, Run
 
 from cluster.config import EngineConfig, Role
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
 from cluster.wire.messages import EngineOutput, Submit
-from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter
 from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
@@ -137,13 +125,8 @@ class Pool:
         for i, rank in enumerate(ranks):
             rank.tell(told[i // size])
         inboxes = [rank.hear() for rank in ranks][::size]
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = []
-        for inbox in inboxes:
-            handshake = CurveHandshake(CREDENTIALS.secret)
-            socket = connecting_socket(self._context, zmq.PUSH, handshake, max_waiting=1000)
-            socket.connect(inbox)
-            self._sockets.append(socket)
+        self._ingress = Ingress()
+        self._sends = [self._ingress.inbox(inbox) for inbox in inboxes]
         self._rng = random.Random(1)
         self._num_sent = 0
 
@@ -152,11 +135,11 @@ class Pool:
 
         So neither the first rank nor the last is always the one that all others pad to.
         """
-        size = len(self._sockets)
+        size = len(self._sends)
         favoured = self._num_sent // 8 % 2 * (size - 1)
         place = self._rng.randrange(size) if self._rng.random() < 0.6 else favoured
         self._num_sent += 1
-        self._sockets[place].send_multipart(pack(frame, CREDENTIALS))
+        self._sends[place](frame)
         return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
 
     def reports(self) -> list[Report]:
@@ -169,7 +152,7 @@ class Pool:
 
     def end(self) -> list[Report]:
         """End all ranks at one step; return what they have done."""
-        end_context(self._context, "test", linger=0)
+        self._ingress.close()
         for leader in self.leaders:
             leader.tell(END)
             time.sleep(0.05)  # not at once: who is told first waits for the others

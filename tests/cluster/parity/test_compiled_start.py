@@ -1,4 +1,4 @@
-"""What an engine compiles and captures when it starts, and what it tells of its pieces."""
+"""What an engine compiles and captures when it starts, and what it refuses to start with."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ import torch
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
+from cluster.group.context import RankContext
 from cluster.rank.leader import Leader
+from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import Submit
 from compile.config import CUDAGraphMode
 from compile.counters import counter
+from compile.errors import FieldError
 from model.kernels import cpu
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,3 +141,35 @@ def test_the_first_pieces_of_a_process_are_kept(
         child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
         assert child.returncode == 0, child.stderr
         assert child.stdout.split("\n")[-2] == wanted, child.stderr
+
+
+# --- what no engine can run ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "needed"), [("mistral window 13 wide heads", 4), ("mistral without window", 64)]
+)
+def test_a_pool_too_small_for_one_sequence_is_refused_by_name(
+    make_oracle: Callable[[str], Any], cache_dir: str, shape: str, needed: int
+) -> None:
+    config = Row(shape, "one at a time").config(make_oracle(shape), cache_dir)
+    few, enough = (
+        replace(config, cache=replace(config.cache, num_kv_blocks=n)) for n in (needed - 1, needed)
+    )
+    wanted = rf"at least {needed} \(one sequence of max_model_len=256\)"
+    with pytest.raises(FieldError, match=f"^num_kv_blocks: wanted {wanted}, found {needed - 1}$"):
+        ModelRunner(RankContext(few))
+    assert ModelRunner(RankContext(enough)).num_blocks == needed
+
+
+@pytest.mark.feature("S05")
+def test_a_prompt_beyond_dynamic_ropes_context_is_refused_by_name(
+    make_oracle: Callable[[str], Any], cache_dir: str
+) -> None:
+    row = Row("qwen3 dynamic rope", "one at a time")
+    with leading(row.config(make_oracle(row.shape), cache_dir), RankProcesses(), []) as leader:
+        leader.engine.submit(Submit(Request([1] * 91).message(0), None))
+        [output] = leader.engine.step()
+    wanted = "prompt_token_ids: wanted at most 90 tokens (rope_type dynamic: "
+    assert output.finish_reason == "error"
+    assert output.error.startswith(wanted) and output.error.endswith("found 91")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.wire.group_messages import FollowerHello
 from cluster.wire.messages import (
+    PROTOCOL_VERSION,
     GenerateRequest,
+    KVSource,
     LogitRules,
+    RankProcess,
     RowAdmission,
     Sampling,
     StepKind,
@@ -25,9 +29,15 @@ def sampling_of(**fields: Any) -> Sampling:
 
 
 def request_of(
-    request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any
+    request_id: str,
+    prompt: list[int],
+    reply_to: str = "",
+    *,
+    output: list[int] | None = None,
+    **sampling: Any,
 ) -> GenerateRequest:
-    return GenerateRequest(request_id, prompt, [], sampling_of(**sampling), reply_to, b"")
+    sampled = sampling_of(**sampling)
+    return GenerateRequest(request_id, prompt, output or [], sampled, reply_to, b"")
 
 
 def submit_of(request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any) -> Submit:
@@ -44,6 +54,14 @@ def rules_of(**fields: Any) -> LogitRules:
 def admission_of(row: int, **fields: Any) -> RowAdmission:
     """Return what lets a greedy sequence into a row, with these fields changed."""
     return RowAdmission(row=row, **{**DRAWN, "rules": None, **fields})
+
+
+def hello_of(tp_rank: int = 1, **fields: Any) -> FollowerHello:
+    """Return what a follower of epoch 1 says first, with these fields changed."""
+    source = KVSource(tp_rank, "", 0, -1, "", RankProcess(1, ""))
+    known = {"protocol": PROTOCOL_VERSION, "config_hash": "test", "epoch": 1, "nonce": "n"}
+    others = {"num_blocks": 9, "layout": "kv", "source": source, "graphs": 0}
+    return FollowerHello(tp_rank=tp_rank, **{**known, **others, **fields})
 
 
 def plan_of(num_new: list[int], **fields: Any) -> StepPlan:

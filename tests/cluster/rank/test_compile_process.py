@@ -7,24 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from local_ranks import config_of, run, tokens_of, wait_for
 from wire_structs import submit_of
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.config import EngineConfig
 from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank.compile_process import CompileJob, CompileProcess
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import EngineOutput, Submit
-from compile.config import CompilationConfig
+from cluster.wire.messages import Submit
 from compile.counters import counter
 from compile.graphs.capture import is_sealed
 from model.parallel import Shard
@@ -34,7 +34,7 @@ LIMIT_S = 240.0
 """For a process that imports torch and traces, on a machine that does much else."""
 
 
-def config_of(path: Path, cache: Path, **fields: Any) -> EngineConfig:
+def compiling(path: Path, cache: Path, **fields: Any) -> EngineConfig:
     compilation: dict[str, Any] = {
         "level": 3,
         # Pieces as they were traced: kept in the cache like others, and there within seconds.
@@ -46,13 +46,8 @@ def config_of(path: Path, cache: Path, **fields: Any) -> EngineConfig:
         "cache_dir": str(cache),
         "sealed": "strict",
     }
-    return EngineConfig(
-        model_path=str(path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
-        compilation=CompilationConfig(**compilation | fields),
-    )
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    return config_of(path, num_kv_blocks=64, **sizes | compilation | fields)
 
 
 @contextmanager
@@ -64,8 +59,13 @@ def started(config: EngineConfig) -> Iterator[ModelRunner]:
         runner.close()
 
 
-def tokens_of(outputs: list[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
+def error_of(runner: ModelRunner) -> str:
+    """Wait until compiling has failed; return why."""
+    deadline = time.monotonic() + LIMIT_S
+    while not runner.compile_error:
+        assert time.monotonic() < deadline
+        runner.load_slice()
+    return runner.compile_error
 
 
 def request(number: int) -> Submit:
@@ -74,17 +74,14 @@ def request(number: int) -> Submit:
 
 @pytest.mark.feature("X06")
 def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    oracle: Any, tmp_path: Path
 ) -> None:
-    path = make_oracle("tied").path
-    eager = config_of(path, tmp_path, level=0, cudagraph_mode="NONE")
+    path = oracle.path
+    eager = compiling(path, tmp_path, level=0, cudagraph_mode="NONE")
     with started(eager) as runner:
-        engine = assemble_engine(eager, runner)
-        engine.submit(request(0))
-        wanted: list[int] = []
-        while engine.has_unfinished:
-            wanted += tokens_of(engine.step())
-    config = config_of(path, tmp_path)
+        outputs = run(assemble_engine(eager, runner), [request(0).request])
+        wanted = tokens_of(outputs["r0"])
+    config = compiling(path, tmp_path)
     with counter.expect(num_backend_compilations=0), started(config) as runner:
         switch = runner.switch
         assert not switch.is_over and not is_sealed()
@@ -114,49 +111,40 @@ def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_war
 
 @pytest.mark.feature("X06")
 def test_without_a_cache_to_leave_it_in_a_rank_compiles_before_it_is_ready(
-    make_oracle: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_DISABLE_COMPILE_CACHE", "1")
-    with started(config_of(make_oracle("tied").path, tmp_path)) as runner:
+    with started(compiling(oracle.path, tmp_path)) as runner:
         assert runner.switch.is_over and runner.forward.captured.batch_sizes == (1, 2)
 
 
 @pytest.mark.feature("X06")
 def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    oracle: Any, tmp_path: Path
 ) -> None:
-    lost = CompileJob.of(RankContext(config_of(tmp_path / "gone", tmp_path)), ALONE)
+    lost = CompileJob.of(RankContext(compiling(tmp_path / "gone", tmp_path)), ALONE)
     assert "gone" in ended(lost).error
-    with started(config_of(make_oracle("tied").path, tmp_path)) as runner:
+    with started(compiling(oracle.path, tmp_path)) as runner:
         for child in psutil.Process().children():
             if "cluster.rank.compile_process" in child.cmdline():
                 child.terminate()
-        deadline = time.monotonic() + LIMIT_S
-        while not runner.compile_error:
-            assert time.monotonic() < deadline
-            runner.load_slice()
-        assert runner.compile_error == "the process that compiles was ended by SIGTERM"
+        assert error_of(runner) == "the process that compiles was ended by SIGTERM"
         assert runner.compile_progress is None and not runner.switch.can_advance
 
 
 @pytest.mark.feature("E01", "A07", "F07")
 def test_a_rank_whose_model_cannot_be_compiled_ends_and_says_why(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    oracle: Any, tmp_path: Path
 ) -> None:
-    config = config_of(make_oracle("tied").path, tmp_path, splitting_ops=["lockstep::nothing"])
+    config = compiling(oracle.path, tmp_path, splitting_ops=["lockstep::nothing"])
     wanted = r"^compilation\.splitting_ops: wanted .*, found 'lockstep::nothing'$"
     with started(config) as runner, pytest.raises(CannotCompile, match=wanted):
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline and not runner.compile_error:
-            runner.load_slice()
+        error_of(runner)
 
 
 def ended(job: CompileJob) -> CompileProcess:
     process = CompileProcess(job, lambda: None)
-    deadline = time.monotonic() + LIMIT_S
-    while not process.has_ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: process.has_ended, LIMIT_S)
     return process
 
 
@@ -176,14 +164,12 @@ def is_running(status: Path) -> bool:
 
 
 @pytest.mark.feature("X06")
-def test_a_compiler_ends_with_its_rank(make_oracle: Callable[[str], Any], tmp_path: Path) -> None:
-    job = CompileJob.of(RankContext(config_of(make_oracle("tied").path, tmp_path)), ALONE)
+def test_a_compiler_ends_with_its_rank(oracle: Any, tmp_path: Path) -> None:
+    job = CompileJob.of(RankContext(compiling(oracle.path, tmp_path)), ALONE)
     done = subprocess.run(
         [sys.executable, "-c", PARENT, pickle.dumps(job).hex()], capture_output=True, text=True
     )
     assert done.returncode == -signal.SIGKILL
-    status, deadline = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + LIMIT_S
-    while is_running(status):
-        assert time.monotonic() < deadline, "the process that compiles outlives its rank"
-        time.sleep(0.05)
+    status = Path(f"/proc/{int(done.stdout)}/status")
+    wait_for(lambda: not is_running(status), LIMIT_S)  # it does not outlive its rank
     assert not list(tmp_path.glob("*/artifacts/*")), "it had compiled before it noticed"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from local_ranks import config_of
 from torch._inductor.exc import CppCompileError, InductorError
 
-from cluster.config import EngineConfig, Role, SchedulerConfig
+from cluster.config import Role
 from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank import compiling
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
-from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
+from compile.config import AttentionGraphSupport, CUDAGraphMode
 from compile.errors import FieldError
 from compile.pieces.diagnose import GraphBreakError
 from compile.scope import CompileScope
@@ -23,15 +25,9 @@ from model.parallel import Shard
 
 
 def scope_of(
-    path: Path, role: Role, group: GroupMembership | None = None, **compilation: object
+    path: Path, role: Role, group: GroupMembership | None = None, **compilation: Any
 ) -> CompileScope:
-    config = EngineConfig(
-        model_path=str(path),
-        max_model_len=64,
-        role=role,
-        scheduler=SchedulerConfig(4, 64),
-        compilation=CompilationConfig(**compilation),  # type: ignore[arg-type]
-    )
+    config = config_of(path, role=role, max_num_batched_tokens=64, **compilation)
     pools = graph_pools(config.compilation, torch.device("cpu"))
     return rank_scope(RankContext(config), group or GroupMembership(None, Shard()), pools)
 
@@ -62,12 +58,6 @@ def test_attention_that_cannot_be_in_every_graph_lessens_the_mode_with_one_warni
     assert found.config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
     [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "paged attention on cpu" in warning and "UNIFORM_DECODE" in warning
-
-
-@pytest.mark.feature("B09")
-def test_without_graphs_compilation_stays(tiny_checkpoint: Path) -> None:
-    found = scope_of(tiny_checkpoint, Role.DECODE, level=3, use_cudagraph=False).config
-    assert (found.level, found.graph_mode) == (3, CUDAGraphMode.NONE)
 
 
 def test_a_cpu_without_a_compiler_serves_eagerly_and_says_so_in_one_line(

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from local_ranks import config_of
 from wire_structs import submit_of
 
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.divergence import StepDivergence
 from cluster.group import membership
 from cluster.group.context import RankContext, RankPlace
@@ -20,20 +20,12 @@ from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
-from compile.config import CompilationConfig
 
 
 def group_of_two(oracle: Any, **compilation: Any) -> tuple[Leader, Follower]:
     """Load two ranks of one group, both in this process."""
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=40),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
-        parallel=ParallelConfig(2),
-        compilation=CompilationConfig(**compilation),
-    )
-    context = RankContext(config)
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 24}
+    context = RankContext(config_of(oracle.path, parallel=(2,), **sizes | compilation))
     endpoints = LeaderEndpoints(context)
     assert endpoints.rendezvous is not None
     with ThreadPoolExecutor(1) as threads:
@@ -71,15 +63,12 @@ class AlteringReceiver:
     ],
 )
 def test_a_follower_whose_step_differs_does_not_run_it(
-    make_oracle: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    field: str,
-    alter: Callable[[Any], dict[str, Any]],
+    oracle: Any, monkeypatch: pytest.MonkeyPatch, field: str, alter: Callable[[Any], dict[str, Any]]
 ) -> None:
     """It names rank, step and field; its leader is left waiting, for the owner to kill."""
     # Longer than a busy machine may hold a thread up: earlier collectives have this bound too.
     monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
-    leader, follower = group_of_two(make_oracle("tied"))
+    leader, follower = group_of_two(oracle)
 
     def alter_fourth(frame: StepFrame) -> StepFrame:
         if frame.plan.step < 4:  # which admits the second sequence
@@ -117,12 +106,10 @@ def test_a_follower_whose_step_differs_does_not_run_it(
 
 
 def test_graphs_are_let_go_of_before_their_group_ends(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL waits in vain for the end of graphs that talk over the group."""
-    ranks = group_of_two(
-        make_oracle("tied"), cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
-    )
+    ranks = group_of_two(oracle, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2))
     leader, follower = ranks
 
     def num_graphs(rank: Leader | Follower) -> int:

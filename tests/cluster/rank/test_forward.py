@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from local_ranks import config_of
 from wire_structs import admission_of, plan_of, submit_of, vote_of
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.lockstep import AloneLockstep
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
@@ -20,14 +20,8 @@ from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import (
-    NewBlocks,
-    StepAgreement,
-    StepKind,
-    StepPlan,
-    Vote,
-)
-from compile.config import CompilationConfig, CUDAGraphMode
+from cluster.wire.messages import NewBlocks, StepAgreement, StepKind, StepPlan, Vote
+from compile.config import CUDAGraphMode
 from compile.context import (
     BatchDescriptor,
     Context,
@@ -38,6 +32,7 @@ from compile.context import (
 )
 from compile.counters import counter
 from compile.dispatch import decide
+from compile.errors import LateCapture
 from compile.graphs.capture import is_in_capture_window
 from model.config import ModelConfig
 from model.kernels import cpu
@@ -50,26 +45,22 @@ MAX_NUM_SEQS = 6
 
 
 def make_runner(
-    oracle: Any,
-    mode: str,
-    level: int = 0,
-    fields: dict[str, Any] | None = None,
-    **arguments: Any,
+    oracle: Any, mode: str, level: int = 0, fields: dict[str, Any] | None = None, **arguments: Any
 ) -> ModelRunner:
     sizes: dict[str, Any] = {}
     if mode != "NONE":
         sizes |= {"cudagraph_capture_sizes": GRAPH_BS, "num_warmups_full": 1}
     if mode in ("FULL", "FULL_AND_PIECEWISE"):
         sizes["capture_num_tokens"] = GRAPH_TOKENS
-    sizes |= fields or {}
-    config = EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=100),
-        scheduler=SchedulerConfig(MAX_NUM_SEQS, max_num_batched_tokens=24),
-        compilation=CompilationConfig(
-            level=level, cudagraph_mode=mode, use_inductor=False, sealed="warn", **sizes
-        ),
+    plain: dict[str, Any] = {"use_inductor": False, "sealed": "warn", **sizes, **(fields or {})}
+    config = config_of(
+        oracle.path,
+        num_kv_blocks=100,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        level=level,
+        cudagraph_mode=mode,
+        **plain,
     )
     return ModelRunner(RankContext(config), **arguments)
 
@@ -111,10 +102,10 @@ def is_padding_of(context: ForwardContext, key: BatchDescriptor, num_seqs: int) 
 
 @pytest.mark.feature("C12")
 def test_each_captured_size_runs_in_a_context_of_its_own_which_is_gone_afterwards(
-    make_oracle: Callable[[str], Any], seen: list[ForwardContext]
+    oracle: Any, seen: list[ForwardContext]
 ) -> None:
     group = GroupMembership(None, Shard(), dp_rank=1, dp_size=2)
-    runner = make_runner(make_oracle("tied"), "FULL", group=group)
+    runner = make_runner(oracle, "FULL", group=group)
     decodes = [BatchDescriptor(bs, bs, True) for bs in GRAPH_BS]
     mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS), False) for n in GRAPH_TOKENS]
     wanted = sorted([*decodes, *mixed], key=lambda key: (-key.num_tokens, -(key.num_seqs or 0)))
@@ -133,7 +124,7 @@ def test_each_captured_size_runs_in_a_context_of_its_own_which_is_gone_afterward
 
 @pytest.mark.feature("C12")
 def test_the_context_of_a_capture_that_fails_is_gone_too(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = cpu.rope_and_write_kv
 
@@ -144,16 +135,16 @@ def test_the_context_of_a_capture_that_fails_is_gone_too(
 
     monkeypatch.setattr(cpu, "rope_and_write_kv", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        make_runner(make_oracle("tied"), "FULL")
+        make_runner(oracle, "FULL")
     assert get_forward_context() == ForwardContext()
     assert not is_in_capture_window()
 
 
 @pytest.mark.feature("L01", "L04")
 def test_ops_of_a_served_step_find_the_step_and_the_pool_that_was_allocated_once(
-    make_oracle: Callable[[str], Any], seen: list[ForwardContext]
+    oracle: Any, seen: list[ForwardContext]
 ) -> None:
-    runner = make_runner(make_oracle("tied"), "NONE")
+    runner = make_runner(oracle, "NONE")
     pool = runner.kv_pool.untyped_storage().data_ptr()
     engine = assemble_engine(runner.config, runner)
     for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8])):
@@ -213,9 +204,9 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[ForwardContext]:
     [("NONE", 0), ("FULL_DECODE_ONLY", 0), ("FULL", 0), ("FULL_AND_PIECEWISE", 3)],
 )
 def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_votes(
-    make_oracle: Callable[[str], Any], entered: list[ForwardContext], mode: str, level: int
+    oracle: Any, entered: list[ForwardContext], mode: str, level: int
 ) -> None:
-    runner = make_runner(make_oracle("tied"), mode, level)
+    runner = make_runner(oracle, mode, level)
     votes = Votes(runner)
     engine = assemble_engine(runner.config, runner, lockstep=votes)
     entered.clear()
@@ -258,11 +249,9 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
 
 
 @pytest.mark.feature("C07")
-def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
-    make_oracle: Callable[[str], Any],
-) -> None:
+def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(oracle: Any) -> None:
     """Two sequences of two tokens each are as many tokens as four sequences that decode."""
-    runner = make_runner(make_oracle("tied"), "FULL_DECODE_ONLY")
+    runner = make_runner(oracle, "FULL_DECODE_ONLY")
     keys = {BatchDescriptor(bs, bs, True): bs for bs in GRAPH_BS}
     assert dict(runner.forward.num_replays) == dict.fromkeys(keys, 0)
     lockstep = AloneLockstep(runner.switch)
@@ -295,12 +284,12 @@ def pair_of(step: int, computed: int, new: int, output_index: list[int]) -> Step
 
 @pytest.mark.feature("D02")
 def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_scores(
-    make_oracle: Callable[[str], Any],
+    oracle: Any,
 ) -> None:
     """A prompt that goes on by a token stands among the decodes."""
     drawn = []
     for mode, fields in (("NONE", {}), ("FULL_DECODE_ONLY", {"capture_logits": True})):
-        runner = make_runner(make_oracle("tied"), mode, fields=fields)
+        runner = make_runner(oracle, mode, fields=fields)
         lockstep, found = AloneLockstep(runner.switch), list[list[int]]()
         for step, (computed, new, index) in enumerate([(0, 2, [-1, 0]), (2, 1, [-1, 1])]):
             plan = pair_of(step, computed, new, index)
@@ -314,9 +303,9 @@ def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_
 @pytest.mark.feature("C10", "P05")
 @pytest.mark.parametrize("scores", [False, True])
 def test_a_graph_needs_room_for_the_logits_that_it_scores(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, scores: bool
+    oracle: Any, monkeypatch: pytest.MonkeyPatch, scores: bool
 ) -> None:
-    oracle, largest = make_oracle("tied"), GRAPH_BS[-1]
+    largest = GRAPH_BS[-1]
     model = ModelConfig.from_dir(oracle.path)
     token_bytes = bytes_per_token(model, "float32") + scores * 8 * model.vocab_size
     needed = MARGIN_BYTES + largest * token_bytes
@@ -324,4 +313,28 @@ def test_a_graph_needs_room_for_the_logits_that_it_scores(
         monkeypatch.setattr(forward, "free_memory_bytes", lambda device, free=free: free)
         runner = make_runner(oracle, "FULL_DECODE_ONLY", fields={"capture_logits": scores})
         assert runner.forward.captured.batch_sizes == sizes
+        # What no captured graph holds is padded to none.
+        agreed = AloneLockstep(runner.switch).agree(vote_of(3))
+        wanted = (FULL.value, 4) if largest in sizes else (NONE.value, 3)
+        assert (agreed.mode, agreed.batch.num_seqs) == wanted
         runner.close()
+
+
+# --- when it is ready ---------------------------------------------------------------------------
+
+
+@pytest.mark.feature("X01")
+@pytest.mark.parametrize("sealed", ["strict", "warn"])
+def test_a_rank_that_is_ready_captures_nothing_more(oracle: Any, sealed: str) -> None:
+    """Even if it is told to replay what no rank has captured."""
+    runner = make_runner(oracle, "FULL_DECODE_ONLY", fields={"sealed": sealed})
+    agreed = AloneLockstep(runner.switch).agree(vote_of(4))
+    agreed = msgspec.structs.replace(agreed, batch=BatchDescriptor(3, 3, True))
+    batch = runner.inputs.dummy(3, 3)
+    with torch.inference_mode():
+        if sealed == "strict":
+            with pytest.raises(LateCapture, match=r"num_tokens=3"):
+                runner.forward.run(batch, agreed, 3)
+        else:
+            runner.forward.run(batch, agreed, 3)
+    assert {key.num_seqs for key in runner.forward.num_replays} == set(GRAPH_BS)

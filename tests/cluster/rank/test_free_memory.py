@@ -4,89 +4,35 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from local_ranks import config_of, run_ranks
 from wire_structs import plan_of, vote_of
 
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.lockstep import agree
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.membership import GroupMembership
-from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token, free_memory_bytes
 from cluster.rank.runner import ModelRunner
-from cluster.wire.credentials import Credentials
-from cluster.wire.sockets import end_context
-from compile.config import CompilationConfig
 from compile.context import ForwardContext, forward_context, get_forward_context
 from model.config import ModelConfig
 from model.kernels import cpu
 
-HOST = "127.0.0.1"
-CREDENTIALS = Credentials("test", b"s" * 32)
-
-
-def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
-    """Join dp x tp ranks on threads, do the work on each and leave; return the results."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
-    opened = [
-        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), credentials=CREDENTIALS))
-        for dp_rank in range(dp)
-    ]
-    told = introduce([each.rendezvous for each in opened if each.rendezvous is not None])
-
-    def run(rank: int) -> Any:
-        dp_rank, tp_rank = divmod(rank, tp)
-        where = told[dp_rank]
-        group = GroupMembership.join(
-            where,
-            tp_rank,
-            "cpu",
-            HOST,
-            listener=None if tp_rank else opened[dp_rank].listener,
-            hello=where.hello(CREDENTIALS, 0),
-            dp_rank=dp_rank,
-            dp_size=dp,
-            shares_experts=True,
-        )
-        try:
-            return work(group)
-        finally:
-            group.close()
-
-    try:
-        with ThreadPoolExecutor(dp * tp) as threads:
-            return list(threads.map(run, range(dp * tp)))
-    finally:
-        for endpoints in opened:
-            end_context(endpoints.sockets, "test", linger=0)
-
-
-def test_ranks_agree_with_all_and_sum_among_their_own_or_across() -> None:
-    def work(group: GroupMembership) -> tuple[int, ...]:
-        one = torch.full((1,), 10.0**group.rank)
-        assert group.shard.data is not None
-        sums = [int(each.all_reduce(one.clone())) for each in (group.shard, group.shard.data)]
-        return group.all_reduce_min("n", 10 - group.rank), *sums
-
-    assert run_ranks(2, 2, work) == [(7, 11, 101), (7, 11, 1010), (7, 1100, 101), (7, 1100, 1010)]
-
 
 @pytest.mark.feature("C04", "P03", "P05", "P10")
 def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once both have KV: what a rank of the node finds is what others are about to take.
 
     One tells progress, and each knows the tokens of all.
     """
-    path, log = str(make_oracle("tied").path), list[str]()
+    path, log = oracle.path, list[str]()
     entered: list[tuple[int, ForwardContext]] = []
     # The last rank has no room for graphs of two sequences.
     free = {0: [1 << 40] * 3, 1: [1 << 40, MARGIN_BYTES, 1 << 40]}
@@ -120,16 +66,8 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
 
     def work(group: GroupMembership) -> tuple[int, ...]:
         threading.current_thread().name = str(group.rank)
-        config = EngineConfig(
-            model_path=path,
-            max_model_len=32,
-            cache=CacheConfig(block_size=4, num_kv_blocks=32),
-            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            parallel=ParallelConfig(1, 2),
-            compilation=CompilationConfig(
-                level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2, 4)
-            ),
-        )
+        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": (1, 2, 4)}
+        config = config_of(path, 32, parallel=(1, 2), level=0, **graphs)
 
         def allocate_late(size: int) -> None:
             time.sleep(0.5 * group.rank)
@@ -144,7 +82,7 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
         return runner.forward.captured.batch_sizes
 
     votes = [vote_of(1, n) for n in (3, 9)]
-    assert run_ranks(2, 1, work) == [(1, 4)] * 2
+    assert run_ranks(work, dp=2) == [(1, 4)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 6
     assert "capturing graphs" in told[0] and "capturing graphs" not in told[1]
     # The same order on both ranks, and neither is a size ahead.

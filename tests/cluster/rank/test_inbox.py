@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
+from local_ranks import CREDENTIALS, HANDSHAKE, Context
 from wire_structs import submit_of
 
 from cluster.config import EngineConfig
@@ -17,31 +18,19 @@ from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import Abort, Watch, encode
-from cluster.wire.sockets import (
-    MAX_PART_BYTES,
-    Budget,
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    join,
-    pack,
-    split,
-)
+from cluster.wire.sockets import MAX_PART_BYTES, Budget, connecting_socket, join, pack, split
 
-CREDENTIALS = Credentials("test", b"s" * 32)
+Ends = tuple[Inbox, zmq.Socket[bytes]]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def ends(context: Context) -> Iterator[Ends]:
     rank = RankContext(EngineConfig("", max_model_len=131_072), credentials=CREDENTIALS)
     inbox = Inbox(rank, context, vocab_size=256)
-    handshake = CurveHandshake(CREDENTIALS.secret)
-    sender = connecting_socket(context, zmq.PUSH, handshake, max_waiting=100_000)
+    sender = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
     sender.connect(inbox.address)
     yield inbox, sender
     inbox.close()
-    end_context(context, "test", linger=0)
 
 
 def take_all(inbox: Inbox, num: int) -> list[list[Any]]:
@@ -54,9 +43,7 @@ def take_all(inbox: Inbox, num: int) -> list[list[Any]]:
     return batches
 
 
-def test_a_border_takes_no_more_than_its_share(
-    ends: tuple[Inbox, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_border_takes_no_more_than_its_share(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     inbox, sender = ends
     monkeypatch.setattr(leader, "MAX_INBOX_S", 1000.0)
     for i in range(3 * MAX_INBOX_FRAMES):
@@ -70,7 +57,7 @@ def test_a_border_takes_no_more_than_its_share(
 
 
 def test_a_border_takes_no_longer_than_its_share(
-    ends: tuple[Inbox, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inbox, sender = ends
     monkeypatch.setattr(leader, "MAX_INBOX_S", 0.0)
@@ -91,7 +78,7 @@ def test_a_budget_allows_the_first_whatever_has_passed() -> None:
     assert not budget.take()
 
 
-def test_the_longest_submission_arrives_whole(ends: tuple[Inbox, zmq.Socket[bytes]]) -> None:
+def test_the_longest_submission_arrives_whole(ends: Ends) -> None:
     inbox, sender = ends
     submit = submit_of("r", [100_000] * 131_071, "tcp://10.0.0.1:9")
     body = encode(submit)
@@ -109,7 +96,7 @@ def test_parts_are_the_frame(length: int) -> None:
 
 
 def test_a_bad_submission_is_answered_and_all_else_is_dropped(
-    ends: tuple[Inbox, zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+    ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, sender = ends
     bad = submit_of("r", [-5], "tcp://10.0.0.1:9")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from wire_structs import admission_of, plan_of, rules_of
+from wire_structs import admission_of, plan_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.wire.messages import NewBlocks, RowAdmission, RowRules, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 
 BLOCK_SIZE = 4
 ROWS, TOKENS, COLUMNS = 6, 32, 5
@@ -131,15 +131,6 @@ def test_steps_of_the_same_sequences_differ_in_what_is_drawn_alone(inputs: StepI
     assert second.uniform.tolist() != drawn
     assert inputs.build(plan([0, 1], [0, 0])).sampling.uniform.tolist() == drawn
     assert second.temperature.tolist() == [1.0, 2.0] and second.top_k.tolist() == [0, 7]
-
-
-def test_rules_are_followed_as_long_as_a_row_has_some(inputs: StepInputs) -> None:
-    rules = RowRules(rules_of(presence_penalty=1.0, bias_token_ids=(3,), biases=(2.0,)), (), 1, [5])
-    first = (admission(0, 1.0), admission(1, 1.0, rules=rules))
-    found = inputs.build(plan([0, 1], [0, 0], first)).sampling.adjustments
-    assert found is not None and found.bias is not None and found.penalties is not None
-    assert found.bias[1, 3] == 2.0
-    assert inputs.build(plan([0, 1], [1, 0], (admission(1, 1.0),))).sampling.adjustments is None
 
 
 def test_other_rows_between_two_steps_leave_nothing_behind(inputs: StepInputs) -> None:

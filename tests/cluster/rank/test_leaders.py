@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
+from local_ranks import CREDENTIALS, Ingress, config_of, open_endpoints, wait_for
 from wire_structs import submit_of, vote_of
 
-from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import JoinedLockstep, LockstepMachine, PeersSilent
@@ -26,31 +26,19 @@ from cluster.group import channel, membership
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.leader import Leader
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello, ToPeer
 from cluster.wire.messages import (
     PROTOCOL_VERSION,
-    EngineOutput,
     FrameError,
-    OutputFrame,
     StepAgreement,
     StepKind,
     Vote,
     decode,
     encode,
 )
-from cluster.wire.sockets import (
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    listening_socket,
-    pack,
-)
-from compile.config import CompilationConfig
 from examples.bench.fault_injection import Action, Fault, Place, arm
 
-HOST, EPOCH = "127.0.0.1", 2
-CREDENTIALS = Credentials("test", b"s" * 32)
+EPOCH = 2
 
 
 def vote(step: int, rank: int) -> Vote:
@@ -89,14 +77,9 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
     assert channel.phases == [Phase.AGREEING, Phase.BUILDING]
 
 
+@contextmanager
 def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     """Yield what joining came to on each rank, lockstep or error; `hello` alters fields by rank."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(1, size))
-    opened = [
-        LeaderEndpoints(RankContext(config, RankPlace(rank), credentials=CREDENTIALS))
-        for rank in range(size)
-    ]
-    told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
 
     def join(rank: int) -> JoinedLockstep | FrameError:
         mine = PeerHello(PROTOCOL_VERSION, "test", EPOCH, told[rank].nonce, rank, size, 0)
@@ -110,12 +93,10 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
             return error
         return JoinedLockstep(machine_of(rank, size), sockets, StepStats(time.monotonic))
 
-    with ThreadPoolExecutor(size) as threads:
-        yield list(threads.map(join, range(size)))
-    for endpoints in opened:
-        if endpoints.listener is not None:
-            endpoints.listener.close()
-        end_context(endpoints.sockets, "test", linger=0)
+    with open_endpoints(1, size) as (opened, told):
+        with ThreadPoolExecutor(size) as threads:
+            joined = list(threads.map(join, range(size)))
+        yield joined
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -127,9 +108,8 @@ def test_leaders_agree_over_sockets(size: int) -> None:
             lockstep.confirm()
         return found
 
-    for joined in join_all(size):
-        with ThreadPoolExecutor(size) as threads:
-            results = list(threads.map(step, range(size), joined))
+    with join_all(size) as joined, ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(step, range(size), joined))
     assert all(found == results[0] for found in results)
     assert results[0][-1].num_scheduled_tokens == tuple(range(1, size + 1))
 
@@ -147,16 +127,16 @@ def test_leaders_agree_over_sockets(size: int) -> None:
 def test_a_leader_of_another_group_is_refused_by_name(
     field: str, value: object, message: str
 ) -> None:
-    for first, _ in join_all(2, **{field: {1: value}}):
+    with join_all(2, **{field: {1: value}}) as (first, _):
         assert isinstance(first, FrameError)
         assert str(first) == message
 
 
 def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "SILENCE_TIMEOUT_S", 0.2)
-    for first, *_ in join_all(3):
-        with pytest.raises(PeersSilent, match=r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "):
-            first.agree(vote(1, 0))
+    wanted = r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "
+    with join_all(3) as (first, *_), pytest.raises(PeersSilent, match=wanted):
+        first.agree(vote(1, 0))
 
 
 # --- whole leaders ------------------------------------------------------------------------------
@@ -164,66 +144,55 @@ def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @dataclasses.dataclass
 class Pair:
-    """Two leaders, on threads of this process; what they serve arrives at `replies`."""
+    """Two leaders, on threads of this process, and an ingress."""
 
     leaders: list[Leader]
-    context: zmq.Context[zmq.Socket[bytes]]
-    replies: zmq.Socket[bytes]
-    inboxes: list[zmq.Socket[bytes]]
-    reply_to: str
+    ingress: Ingress
+    sends: list[Callable[[bytes], None]]
     threads: list[threading.Thread] = dataclasses.field(default_factory=list)
     noticed_at: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def submit(self, rank: int, request_id: str, num_tokens: int) -> None:
-        submit = submit_of(request_id, [1, 2, 3], self.reply_to, max_tokens=num_tokens)
-        body = encode(submit)
-        self.inboxes[rank].send_multipart(pack(body, CREDENTIALS))
+        reply_to = self.ingress.reply_to
+        submit = submit_of(request_id, [1, 2, 3], reply_to, max_tokens=num_tokens)
+        self.sends[rank](encode(submit))
+
+    def submit_to_both(self) -> None:
+        """Submit `a` to the first and `b` to the second; return once both inboxes have one."""
+        for rank, name in enumerate("ab"):
+            self.submit(rank, name, 20)
+        wait_for(lambda: all(leader._inbox.socket.poll(10) for leader in self.leaders))
 
     def steps_asleep(self) -> list[int]:
         """Wait until both leaders sleep behind the same step; return it for each."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+
+        def steps() -> list[int]:
             agreed = [leader.engine.agreed for leader in self.leaders]
-            steps = [each.step for each in agreed if each is not None]
+            found = [each.step for each in agreed if each is not None]
             is_idle = all(leader.engine.is_idle for leader in self.leaders)
-            if is_idle and len(steps) == len(agreed) and len(set(steps)) == 1:
-                return steps
-            time.sleep(0.002)
-        raise AssertionError("they do not sleep")
+            return found if is_idle and len(found) == 2 and len(set(found)) == 1 else []
+
+        asleep: list[int] = wait_for(steps)
+        return asleep
 
     def tokens_told(self, wanted: dict[str, int]) -> dict[str, int]:
         """Return how many tokens were told of each request, waiting for as many as are wanted."""
         told = dict.fromkeys(wanted, 0)
         deadline = time.monotonic() + 60
-        while (outputs := self.receive(0.1)) or (told != wanted and time.monotonic() < deadline):
-            for request_id, token_ids, _ in outputs:
-                told[request_id] += len(token_ids)
+        receive = self.ingress.receive
+        while (outputs := receive(0.1)) or (told != wanted and time.monotonic() < deadline):
+            for output in outputs:
+                told[output.request_id] += len(output.token_ids)
         return told
-
-    def receive(self, timeout_s: float) -> list[tuple[str, list[int], str]]:
-        """Return request, tokens and finish reason of each output of the next frame, or nothing."""
-        if not self.replies.poll(int(timeout_s * 1000)):
-            return []
-        frame = decode(self.replies.recv_multipart()[1], OutputFrame)
-        outputs = [decode(data, EngineOutput) for data in frame.outputs]
-        return [(o.request_id, o.token_ids, o.finish_reason) for o in outputs]
 
 
 @pytest.fixture
-def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Who does not notice itself that its peer has stopped ends soon.
     monkeypatch.setattr(channel, "SILENCE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(membership, "END_TIMEOUT_S", 0.05)
-    config = EngineConfig(
-        model_path=str(make_oracle("tied").path),
-        max_model_len=128,
-        cache=CacheConfig(block_size=4, num_kv_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-        parallel=ParallelConfig(1, 2),
-        compilation=CompilationConfig(
-            level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
-        ),
-    )
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": (1, 2)}
+    config = config_of(oracle.path, 128, parallel=(1, 2), level=0, **graphs)
     contexts = [
         RankContext(config, RankPlace(rank, 0, EPOCH), credentials=CREDENTIALS) for rank in range(2)
     ]
@@ -237,18 +206,12 @@ def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
         leaders = list(threads.map(lead, range(2)))
     # The first step of a process may have to build the attention kernel.
     leaders[0].runner.forward.run_sizes()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    handshake = CurveHandshake(CREDENTIALS.secret)
-    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
-    port = replies.bind_to_random_port(f"tcp://{HOST}")
-    inboxes = [connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000) for _ in leaders]
-    for inbox, leader in zip(inboxes, leaders, strict=True):
-        inbox.connect(leader.inbox)
-    made = Pair(leaders, context, replies, inboxes, f"tcp://{HOST}:{port}")
+    ingress = Ingress()
+    made = Pair(leaders, ingress, [ingress.inbox(leader.inbox) for leader in leaders])
     yield made
     for thread in made.threads:
         thread.join(timeout=60)
-    end_context(context, "test", linger=0)
+    ingress.close()
 
 
 def run_both(pair: Pair, *, stays_open: bool = False) -> dict[int, Exception]:
@@ -316,10 +279,7 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
     """Whose frames are altered from step 4 on is named by its peer; no token of step 4 is told."""
     lockstep: Any = pair.leaders[1].engine.lockstep
     lockstep._channel = AlteringChannel(lockstep._channel, 4, fields)
-    pair.submit(0, "a", 20)
-    pair.submit(1, "b", 20)
-    while not all(leader._inbox.socket.poll(10) for leader in pair.leaders):
-        pass
+    pair.submit_to_both()
     began = time.monotonic()
     errors = run_both(pair)
     pair.threads[0].join(timeout=60)
@@ -346,10 +306,7 @@ def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_
     """Whatever field of the agreement differs on one rank."""
     note = tmp_path / "note"
     arm(pair.leaders[1], Fault(Place.DECODE, Action.DIVERGE, str(note), field))
-    pair.submit(0, "a", 20)
-    pair.submit(1, "b", 20)
-    while not all(leader._inbox.socket.poll(10) for leader in pair.leaders):
-        pass
+    pair.submit_to_both()
     errors = run_both(pair, stays_open=True)
     for thread in pair.threads:
         thread.join(timeout=60)
@@ -379,8 +336,9 @@ def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together
         pair.submit(i % 2, str(i), 2)
         finish = ""
         while not finish:
-            [(request_id, _, finish)] = pair.receive(5.0)
-            assert request_id == str(i)
+            [output] = pair.ingress.receive(5.0)
+            assert output.request_id == str(i)
+            finish = output.finish_reason
         pair.steps_asleep()
         time.sleep(0.02)
         # Two steps with work and the one that lets them sleep; nobody spins, and at most one
@@ -395,7 +353,7 @@ def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together
     pair.threads[1].join(timeout=0.2)
     assert pair.threads[1].is_alive()  # its peer was not told to end
     pair.submit(1, "last", 2)
-    assert pair.receive(5.0) and pair.receive(5.0)  # and until then it serves
+    assert pair.ingress.receive(5.0) and pair.ingress.receive(5.0)  # and until then it serves
     pair.leaders[0].stop()
     for thread in pair.threads:
         thread.join(timeout=60)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 import zmq
+from local_ranks import CREDENTIALS, HANDSHAKE, Context, wait_for
 
 from cluster.config import EngineConfig, TransferConfig
 from cluster.group.context import RankContext
 from cluster.rank import output_sender as output_sender_module
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
-from cluster.wire.credentials import Credentials
 from cluster.wire.messages import (
     EndedFrame,
     EngineOutput,
@@ -25,9 +23,7 @@ from cluster.wire.messages import (
     TokenLogprobs,
     decode,
 )
-from cluster.wire.sockets import CurveHandshake, end_context, listening_socket
-
-CREDENTIALS = Credentials("test", b"s" * 32)
+from cluster.wire.sockets import listening_socket
 
 
 def output(request_id: str, finish_reason: str = "") -> EngineOutput:
@@ -35,33 +31,23 @@ def output(request_id: str, finish_reason: str = "") -> EngineOutput:
     return msgspec.structs.replace(ended, token_ids=[1])
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    end_context(made, "test", linger=0)
-
-
 def ids(frame: OutputFrame) -> list[str]:
     return [decode(data, EngineOutput).request_id for data in frame.outputs]
 
 
-def make(context: zmq.Context[zmq.Socket[bytes]], lease_s: float = 30.0) -> OutputSender:
+def make(context: Context, lease_s: float = 30.0) -> OutputSender:
     config = EngineConfig("", max_model_len=64, transfer=TransferConfig(lease_s=lease_s))
     rank = RankContext(config, credentials=CREDENTIALS, engine_id="e")
     return OutputSender(rank, context, "tcp://127.0.0.1:1")
 
 
-def listen(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], str]:
-    handshake = CurveHandshake(CREDENTIALS.secret)
-    socket = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
+def listen(context: Context) -> tuple[zmq.Socket[bytes], str]:
+    socket = listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000)
     socket.rcvtimeo = 3000
     return socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 
 
-def test_a_step_is_one_frame_per_ingress_and_ends_are_told_to_watchers(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_a_step_is_one_frame_per_ingress_and_ends_are_told_to_watchers(context: Context) -> None:
     sender = make(context)
     (a, to_a), (b, to_b), (watcher, to_watcher) = listen(context), listen(context), listen(context)
     for request, address in (("1", to_a), ("2", to_b), ("3", to_a)):
@@ -80,9 +66,7 @@ def test_a_step_is_one_frame_per_ingress_and_ends_are_told_to_watchers(
         end.close()
 
 
-def test_requests_of_an_ingress_that_died_are_given_up_after_a_lease(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_requests_of_an_ingress_that_died_are_given_up_after_a_lease(context: Context) -> None:
     sender = make(context, lease_s=0.3)
     (a, to_a), (b, to_b) = listen(context), listen(context)
     sender.expect("1", to_a)
@@ -92,19 +76,13 @@ def test_requests_of_an_ingress_that_died_are_given_up_after_a_lease(
     b.recv_multipart()
     assert sender.drop_dead_addresses() == []
     a.close(linger=0)
-    deadline = time.monotonic() + 60
-    lost: list[str] = []
-    while not lost and time.monotonic() < deadline:
-        lost = sender.drop_dead_addresses()
-        time.sleep(0.01)
-    assert lost == ["1"]  # and the one that lives keeps its requests
+    # And the one that lives keeps its requests.
+    assert wait_for(sender.drop_dead_addresses) == ["1"]
     sender.close()
     b.close()
 
 
-def test_an_address_that_is_none_loses_its_request_and_nothing_else(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_an_address_that_is_none_loses_its_request_and_nothing_else(context: Context) -> None:
     sender = make(context)
     sender.expect("1", "nonsense")
     assert sender.send([output("1")]) == ["1"]
@@ -112,7 +90,7 @@ def test_an_address_that_is_none_loses_its_request_and_nothing_else(
 
 
 def test_ingresses_that_are_made_up_take_no_more_than_their_sockets(
-    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+    context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_sender_module, "MAX_ADDRESSES", 3)
     monkeypatch.setattr(output_sender_module, "MAX_WATCHERS", 2)
@@ -134,9 +112,7 @@ def test_ingresses_that_are_made_up_take_no_more_than_their_sockets(
     sender.close()
 
 
-def test_an_ingress_whose_port_is_a_strangers_is_given_up(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_an_ingress_whose_port_is_a_strangers_is_given_up(context: Context) -> None:
     """It takes every connection, and hangs up when it hears of CURVE."""
     sender = make(context, lease_s=0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -151,20 +127,16 @@ def test_an_ingress_whose_port_is_a_strangers_is_given_up(
         thread.start()
         sender.expect("1", f"tcp://127.0.0.1:{stranger.getsockname()[1]}")
         sender.send([output("1")])
-        deadline, lost = time.monotonic() + 10, list[str]()
-        while not lost and time.monotonic() < deadline:
-            lost = sender.drop_dead_addresses()
-            time.sleep(0.01)
-        is_over.set()
-        stranger.shutdown(socket.SHUT_RDWR)
-        thread.join(timeout=60)
-    assert lost == ["1"]
+        try:
+            assert wait_for(sender.drop_dead_addresses) == ["1"]
+        finally:
+            is_over.set()
+            stranger.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout=60)
     sender.close()
 
 
-def test_many_ends_are_frames_that_a_pool_takes(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_many_ends_are_frames_that_a_pool_takes(context: Context) -> None:
     sender = make(context)
     watcher, to_watcher = listen(context)
     sender.watch(to_watcher)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from local_ranks import CREDENTIALS as OURS
+from local_ranks import HOST, Context, wait_for
 
 from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder
@@ -35,18 +37,8 @@ from cluster.wire.messages import (
 )
 from cluster.wire.sockets import Budget, Doorbell, connecting_socket, end_context, listening_socket
 
-OURS, OTHERS = Credentials("test", b"s" * 32), Credentials("test", b"t" * 32)
-HOST = "127.0.0.1"
+OTHERS = Credentials("test", b"t" * 32)
 BLOCK_BYTES = 512
-
-Context = zmq.Context[zmq.Socket[bytes]]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    end_context(made, "test", linger=0)
 
 
 def pool() -> torch.Tensor:
@@ -338,12 +330,8 @@ class Target:
         handoff = KVHandoff(handoff_id, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
         self.puller.expect("r", handoff)
         self.puller.start("r", handoff, [0], [3])
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if results := self.puller.take_finished():
-                return results[0]
-            time.sleep(0.002)
-        raise AssertionError("no read finished")
+        result: ReadEnded = wait_for(self.puller.take_finished)[0]
+        return result
 
 
 @pytest.fixture

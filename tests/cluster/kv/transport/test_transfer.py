@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zmq
+from local_ranks import CREDENTIALS, HOST, Context, wait_for
 from msgspec.structs import replace
 
 from cluster.kv import reads as kv_reads
@@ -25,13 +25,11 @@ from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import SharedMemory
 from cluster.kv.transport.thread import KVThreadDied
-from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff, KVRenew, KVSource
-from cluster.wire.sockets import Doorbell, end_context, node_id
+from cluster.wire.sockets import Doorbell, node_id
 from model.kv_cache import KVCacheSpec
 
-CREDENTIALS = Credentials("test", b"s" * 32)
 NUM_BLOCKS = 40
 SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
 
@@ -72,21 +70,11 @@ class Pair:
         return result
 
 
-def wait_for(found: Callable[[], Any], timeout_s: float = 5.0) -> Any:
-    """Return the first result that says something."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return result
-
-
 MakePair = Callable[..., Pair]
 
 
 @pytest.fixture
-def make_pair() -> Iterator[MakePair]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def make_pair(context: Context) -> Iterator[MakePair]:
     parts: list[KVServer | KVPuller] = []
 
     def make(transport: str, lease_s: float = 30.0, epoch: int = 1) -> Pair:
@@ -97,7 +85,7 @@ def make_pair() -> Iterator[MakePair]:
         server = KVServer(
             KVHolder(lease_s, time.monotonic),
             source,
-            host="127.0.0.1",
+            host=HOST,
             credentials=CREDENTIALS,
             epoch=epoch,
             doorbell=Doorbell(),
@@ -116,7 +104,6 @@ def make_pair() -> Iterator[MakePair]:
     yield make
     for part in parts:
         part.close()
-    end_context(context, "test")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -369,7 +356,7 @@ def test_a_holder_whose_answers_wait_for_others_to_be_written_is_not_silent(
     near.puller._post(lambda: time.sleep(0.2))
     results: dict[str, ReadEnded] = {}
     while len(results) < len(handoffs):
-        found = wait_for(near.puller.take_finished, timeout_s=30)
+        found = wait_for(near.puller.take_finished)
         results |= {result.request_id: result for result in found}
     assert [result for result in results.values() if not result.ok] == []
     assert torch.equal(near.target[1:21], near.source[1:21])

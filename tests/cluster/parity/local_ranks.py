@@ -1,0 +1,212 @@
+"""Ranks of this process: their configuration, groups, engines stepped by hand, leaders on threads.
+
+And an ingress's two sockets, to talk to leaders wherever they run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from cluster.config import CacheConfig, EngineConfig, ParallelConfig, Role, SchedulerConfig
+from cluster.engine.engine import Engine
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
+from cluster.rank.leader import Leader, assemble_engine
+from cluster.rank.runner import ModelRunner
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import EngineOutput, GenerateRequest, OutputFrame, Submit, decode
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    join,
+    listening_socket,
+    pack,
+)
+from compile.config import CompilationConfig
+
+HOST, BLOCK_SIZE = "127.0.0.1", 4
+CREDENTIALS = Credentials("test", b"s" * 32)
+HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def config_of(
+    path: Path,
+    max_model_len: int = 64,
+    *,
+    num_kv_blocks: int = 40,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 32,
+    role: Role = Role.MIXED,
+    parallel: tuple[Any, ...] = (),
+    **compilation: Any,
+) -> EngineConfig:
+    """Return the configuration of a rank whose blocks are small."""
+    return EngineConfig(
+        str(path),
+        max_model_len,
+        role=role,
+        parallel=ParallelConfig(*parallel),
+        cache=CacheConfig(BLOCK_SIZE, num_kv_blocks),
+        scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens),
+        compilation=CompilationConfig(**compilation),
+    )
+
+
+def wait_for(found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """Return the first result that says something."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := found()):
+        assert time.monotonic() < deadline, f"waited for {timeout_s} s"
+        time.sleep(0.002)
+    return result
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_endpoints(
+    tp: int, dp: int, host: str = HOST, is_on_one_node: bool = False
+) -> Iterator[tuple[list[LeaderEndpoints], list[Rendezvous]]]:
+    """Open what the leaders of a group open, and tell each of the others."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
+    surroundings: dict[str, Any] = {"credentials": CREDENTIALS, "is_on_one_node": is_on_one_node}
+    opened = [
+        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), host, **surroundings))
+        for dp_rank in range(dp)
+    ]
+    try:
+        yield opened, introduce([each.rendezvous for each in opened if each.rendezvous is not None])
+    finally:
+        for endpoints in opened:
+            if endpoints.listener is not None:
+                endpoints.listener.close()
+            end_context(endpoints.sockets, "test", linger=0)
+
+
+def run_ranks(
+    work: Callable[[GroupMembership], Any],
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    host: str = HOST,
+    is_on_one_node: bool = False,
+    device: str = "cpu",
+) -> list[Any]:
+    """Join dp x tp ranks on threads, do the work on each and leave; return the results."""
+
+    def run(rank: int) -> Any:
+        dp_rank, tp_rank = divmod(rank, tp)
+        where = told[dp_rank]
+        group = GroupMembership.join(
+            where,
+            tp_rank,
+            device,
+            host,
+            hello=where.hello(CREDENTIALS, 0),
+            listener=None if tp_rank else opened[dp_rank].listener,
+            dp_rank=dp_rank,
+            dp_size=dp,
+            shares_experts=True,
+        )
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with (
+        open_endpoints(tp, dp, host, is_on_one_node) as (opened, told),
+        ThreadPoolExecutor(dp * tp) as threads,
+    ):
+        return list(threads.map(run, range(dp * tp)))
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    return assemble_engine(config, ModelRunner(RankContext(config)))
+
+
+def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[EngineOutput]]:
+    """Generate for all requests at once; return each one's outputs."""
+    outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.submit(Submit(request, None))
+    num_steps = 0
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.finish_reason in ("", "length", "stop"), output
+            outputs[output.request_id].append(output)
+        num_steps += 1
+        assert num_steps < 5_000
+    return outputs
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+# --- leaders --------------------------------------------------------------------------------------
+
+
+class Ingress:
+    """What an ingress opens: sockets to the inboxes of leaders, and one for their outputs."""
+
+    def __init__(self) -> None:
+        self._context: Context = zmq.Context()
+        self.replies = listening_socket(self._context, zmq.PULL, HANDSHAKE, max_waiting=100_000)
+        self.reply_to = f"tcp://{HOST}:{self.replies.bind_to_random_port(f'tcp://{HOST}')}"
+
+    def inbox(self, address: str) -> Callable[[bytes], None]:
+        """Return what sends a frame into a leader's inbox."""
+        socket = connecting_socket(self._context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
+        socket.connect(address)
+        return lambda body: socket.send_multipart(pack(body, CREDENTIALS))
+
+    def receive(self, timeout_s: float) -> list[EngineOutput]:
+        """Return the outputs of the next frame; none if none comes in time."""
+        if not self.replies.poll(int(timeout_s * 1000)):
+            return []
+        _, *parts = self.replies.recv_multipart()
+        frame: OutputFrame = decode(join(parts, 1 << 20), OutputFrame)
+        return [decode(data, EngineOutput) for data in frame.outputs]
+
+    def close(self) -> None:
+        end_context(self._context, "test", linger=0)
+
+
+class RunningLeader:
+    """A leader on a thread of this process, and an ingress of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        engine_id = config.role.value
+        self.leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id=engine_id))
+        self.errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.ingress = Ingress()
+        self.send = self.ingress.inbox(self.leader.inbox)
+
+    def _run(self) -> None:
+        try:
+            self.leader.run()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def close(self) -> None:
+        self.leader.stop()
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive() and not self.errors
+        self.ingress.close()
