@@ -154,7 +154,10 @@ OPTIONS = "compilation.inductor_compile_config: wanted "
             {"cc.dynamic_shapes_config.kind": "backed"},
             SHAPES + "_config.kind: wanted one of type, evaluate_guards, ",
         ),
-        ({"cc.inductor_compile_config": {"a": float("nan")}}, OPTIONS + "an object of plain "),
+        (
+            {"cc.inductor_compile_config": {"a": float("nan")}},
+            OPTIONS + "an object of plain values",
+        ),
         (
             {"O": "0", "cc.cudagraph_mode": "PIECEWISE"},
             "compilation.cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level 0",
@@ -307,11 +310,32 @@ def test_sizes_up_to_a_largest_batch(largest: int, padding: bool, wanted: tuple[
 @pytest.mark.parametrize(
     ("section", "given", "line"),
     [
-        (COMPILES, {"enable_fullgraph": False}, ".enable_fullgraph: wanted true (a forward is "),
-        (COMPILES, {"enable_userbuffers": True}, ".enable_userbuffers: wanted false (user "),
-        (COMPILES, {"max_num_streams": 2}, ".max_num_streams: wanted 1 (several streams are "),
-        (COMPILES, {"max_num_streams": 0}, ".max_num_streams: wanted a whole number of at least 1"),
-        (COMPILES, {"capture_num_tokens": [0]}, ".capture_num_tokens: wanted a list of whole "),
+        (
+            COMPILES,
+            {"enable_fullgraph": False},
+            ".enable_fullgraph: wanted true (a forward is always one graph), found False",
+        ),
+        (
+            COMPILES,
+            {"enable_userbuffers": True},
+            ".enable_userbuffers: wanted false (user buffers are not built yet), found True",
+        ),
+        (
+            COMPILES,
+            {"max_num_streams": 2},
+            ".max_num_streams: wanted 1 (several streams are not built yet), found 2",
+        ),
+        (
+            COMPILES,
+            {"max_num_streams": 0},
+            ".max_num_streams: wanted a whole number of at least 1, found 0",
+        ),
+        (
+            COMPILES,
+            {"capture_num_tokens": [0]},
+            ".capture_num_tokens: wanted a list of whole numbers from 1 to 1048576, or null, "
+            "found [0]",
+        ),
         (COMPILES, {"colour": 1}, ".colour: wanted one of enable_fullgraph, enable_inductor, "),
         (GRAPHS, True, ": wanted object | null, found True"),
         (

@@ -254,7 +254,10 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"kv_memory": "9" * 400}, "kv_memory: wanted at least 1 and less than 8 EiB, found "),
         ({"kv.transport": "nixl"}, "kv.transport: wanted auto, shm or tcp (others are not built"),
         ({"kv.transport": "pigeon"}, "kv.transport: wanted auto, shm or tcp, found 'pigeon'"),
-        ({"device": "cuda", "kv.transport": "shm"}, "kv.transport: wanted auto or tcp with "),
+        (
+            {"device": "cuda", "kv.transport": "shm"},
+            "kv.transport: wanted auto or tcp with device=cuda, whose KV is no host memory, found",
+        ),
         ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
         ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
         ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
@@ -265,13 +268,24 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
         ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
         ({"host": "http://me"}, "host: wanted an address or a name of this machine, found"),
-        ({"max_num_seqs": 8, "ingress.replicas": 9}, "ingress.replicas: wanted 1 to 8 where 8 "),
-        ({"max_num_seqs": 128, "ingress.replicas": 0}, "ingress.replicas: wanted 1 to 64 where "),
+        (
+            {"max_num_seqs": 8, "ingress.replicas": 9},
+            "ingress.replicas: wanted 1 to 8 where 8 sequences decode at once, found 9",
+        ),
+        (
+            {"max_num_seqs": 128, "ingress.replicas": 0},
+            "ingress.replicas: wanted 1 to 64 where 128 sequences decode at once, found 0",
+        ),
         (
             {**MIXED, "mixed.tensor_parallel_size": 3},
-            "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads and ",
+            "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads and "
+            "4 KV heads, found 3",
         ),
-        ({"decode.tensor_parallel_size": 2}, "decode.tensor_parallel_size: wanted 1 like "),
+        (
+            {"decode.tensor_parallel_size": 2},
+            "decode.tensor_parallel_size: wanted 1 like prefill.tensor_parallel_size (other sizes "
+            "are not built yet), found 2",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:

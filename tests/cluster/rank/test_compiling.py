@@ -60,6 +60,12 @@ def test_attention_that_cannot_be_in_every_graph_lessens_the_mode_with_one_warni
     assert "paged attention on cpu" in warning and "UNIFORM_DECODE" in warning
 
 
+@pytest.mark.feature("B09")
+def test_without_graphs_compilation_stays(tiny_checkpoint: Path) -> None:
+    found = scope_of(tiny_checkpoint, Role.DECODE, level=3, use_cudagraph=False).config
+    assert (found.level, found.graph_mode) == (3, CUDAGraphMode.NONE)
+
+
 def test_a_cpu_without_a_compiler_serves_eagerly_and_says_so_in_one_line(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", "found king"),
     ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role", "not built"),
     ({"messages": [*HI, {**HI[0], "crown": 1}]}, "messages[1].crown", "unknown"),
-    ({"messages": [{**HI[0], "content": [IMAGE]}]}, "messages[0].content[0].type", "image_url"),
+    (
+        {"messages": [{**HI[0], "content": [IMAGE]}]},
+        "messages[0].content[0].type",
+        "found image_url",
+    ),
     ({"messages": [*HI, {"role": "system", "content": "late"}]}, "messages", "comes first"),
     ({"messages": HI, "temperature": "hot"}, "temperature", "wanted float, found str"),
     ({"messages": HI, "seed": 2**64}, "seed", "64 bits"),
@@ -90,7 +94,11 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "cat " * 2000}, "prompt", "at most 3328 characters"),
     ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", "at most 6"),
     ({"prompt": ["a"] * 9, "n": 120}, "n", "at most 113"),
-    ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "none with stream"),
+    (
+        {"prompt": "a", "stream": True, "prompt_logprobs": 1},
+        "prompt_logprobs",
+        "none with stream true",
+    ),
     ({"prompt": "a", "suffix": "b"}, "suffix", "not built"),
     ({"prompt": "a", "messages": HI}, "messages", "unknown"),
 ]
@@ -256,6 +264,15 @@ def test_failure_within_a_stream_is_an_event_before_done(
     assert b"hello" in answer.content and "rank 3 died" in error["message"]
 
 
+def test_failure_within_a_stream_raises_in_the_official_client(
+    client: openai.OpenAI, backend: Any
+) -> None:
+    backend.finish_reason, backend.error, backend.pause_s = "error", "rank 3 died", 0.01
+    stream = client.completions.create(model="scripted", prompt="a", stream=True)
+    with pytest.raises(openai.APIError, match="rank 3 died"):
+        list(stream)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_that_takes_too_long_is_504_and_aborted(
     call_with: Any, backend: Any, stream: bool
@@ -339,7 +356,13 @@ def test_official_client_raises_its_own_errors(
         ({"vocab_size": 9}, TEXT, {"prompt": [1, 9]}, "prompt", "token ids from 0 to 8, found 9"),
         ({"vocab_size": 9}, TEXT, {"prompt": "the cat"}, "prompt", "token ids from 0 to 8"),
         ({"vocab_size": 9}, CHAT, {"messages": HI}, "messages", "token ids from 0 to 8"),
-        ({"vocab_size": 99}, TEXT, {"prompt": [1], "logit_bias": {"99": 1}}, "logit_bias", "to 98"),
+        (
+            {"vocab_size": 99},
+            TEXT,
+            {"prompt": [1], "logit_bias": {"99": 1}},
+            "logit_bias",
+            "0 to 98, found 99",
+        ),
         ({"max_prompt_len": 3}, TEXT, {"prompt": [1] * 4}, "prompt", "at most 3 tokens"),
         ({"max_sequences": 3}, TEXT, {"prompt": ["a"] * 4}, "prompt", "at most 3 prompts, found 4"),
         ({"max_sequences": 3}, TEXT, {"prompt": "a", "n": 4}, "n", "at most 3"),

@@ -170,7 +170,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": 3}, "input", "found int"),
     ({"input": [{"type": "web_search_call"}]}, "input[0].type", "wanted one of message"),
     ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x", "unknown"),
-    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_image"),
+    (
+        {"input": [{"role": "user", "content": [IMAGE]}]},
+        "input[0].content[0].type",
+        "found input_image",
+    ),
     ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id", "found none"),
     ({"input": "a" * 200_000}, "input", "characters"),
     ({"input": "a", "background": True}, "background", "wanted false"),

@@ -81,6 +81,19 @@ def test_each_form_holds_the_text_and_ends_it(
         assert reason == "stop"
 
 
+def test_a_schema_and_any_object_hold_the_text(llm: LLM) -> None:
+    found = generate(llm, {"json": PERSON}, n=8, max_tokens=300)
+    assert sum(reason == "stop" for _, reason in found) >= 6
+    for text, reason in found:
+        assert reason == "length" or fits(PERSON, text), text
+    ended = 0
+    for text, reason in generate(llm, {"json_object": True}, n=16, temperature=1.5):
+        assert text.lstrip().startswith("{")
+        ended += reason == "stop"
+        assert reason == "length" or fits({"type": "object"}, text)
+    assert ended
+
+
 def test_an_end_token_comes_exactly_where_the_text_may_end(llm: LLM) -> None:
     """A bias for the end token makes each text as short as it may be, one against it as long."""
     ends = dict.fromkeys(llm.tokenizer.eos_token_ids, 100.0)
@@ -278,6 +291,14 @@ def test_what_cannot_be_held_is_refused_by_name(
     with pytest.raises(FieldError, match=message):
         generate(llm, wanted)
     assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 2), ("allowed_token_ids", [5])]
+)
+def test_what_would_leave_no_token_is_refused_by_name(llm: LLM, field: str, value: Any) -> None:
+    with pytest.raises(FieldError, match=f"{field}: wanted none with structured output"):
+        generate(llm, {"regex": "a"}, **{field: value})
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound(llm: LLM) -> None:
