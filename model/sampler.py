@@ -212,8 +212,9 @@ def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Ten
         # Less likely than `min_p` times the likeliest (Nguyen et al., 2024).
         scaled = scaled.masked_fill(scaled < tensors.min_p.log().unsqueeze(-1), -torch.inf)
     if tensors.any_top_k or tensors.any_top_p:
-        kernels = kernels_for(scaled)
-        scaled = kernels.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
+        top_k = tensors.top_k if tensors.any_top_k else None
+        top_p = tensors.top_p if tensors.any_top_p else None
+        scaled = kernels_for(scaled).filter_top_k_top_p(scaled, top_k, top_p)
     return scaled.softmax(dim=-1)
 
 

@@ -16,7 +16,8 @@ is recorded, with its stacks, and the next one runs; one that the deadline leave
 recorded as not run. FILE is written anew after every part, and names those that are to come.
 
 Timed rows have the larger of two floors: the bytes they must move over the copy bandwidth measured
-in the same run, and the operations they must do over the measured rate of a matrix product.
+in the same run, and the operations they must do over the measured rate of a matrix product. One
+that is replayed alone from a graph has the launch of a graph with a kernel of nothing on top.
 Figures with a target (`gpu_check_targets.py`) are printed beside it, and the summary names those
 that were missed. With `--device cpu` the same parts run with small shapes, through torch, and have
 no targets of speed.
@@ -219,15 +220,19 @@ def add_floors(parts: list[dict[str, Any]]) -> None:
     A rate that was not measured gives no floor to the rows that need it.
     """
     rows = [row for part in parts for row in part["rows"]]
-    named = {row["name"]: row for row in rows}
-    rates = {"num_bytes": math.nan, "num_flops": math.nan}
-    for name, amount in (("copy", "num_bytes"), ("matmul", "num_flops")):
-        if name in named and named[name]["seconds"]:
-            rates[amount] = named[name][amount] / named[name]["seconds"]
+    named = {row["name"]: row for row in rows if row["seconds"]}
     for row in rows:
-        amounts = {name: row[name] for name in rates if row[name]}
-        floor_s = max((amount / rates[name] for name, amount in amounts.items()), default=math.nan)
-        if not row["seconds"] or any(math.isnan(rates[name]) for name in amounts) or not amounts:
+        bounds = {"num_bytes": row["copy"], "num_flops": "matmul"}
+        rates = [
+            row[amount] * named[name]["seconds"] / named[name][amount]
+            if name in named
+            else math.nan
+            for amount, name in bounds.items()
+            if row[amount]
+        ]
+        launch_s = named.get("launch", {}).get("seconds", 0.0) if row["is_replayed"] else 0.0
+        floor_s = max(rates, default=math.nan) + launch_s
+        if not row["seconds"] or any(math.isnan(each) for each in rates) or not rates:
             continue
         row["floor_s"], row["times_floor"] = floor_s, row["seconds"] / floor_s
         row["gb_per_s"] = row["num_bytes"] / row["seconds"] / 1e9

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gpu_check_rows import Row, Setting, attempts, captured, error_of
+from gpu_check_rows import Row, Setting, attempts, error_of
 
 from cluster.kv.transport.store import BlockStore
 from model.kernels import paged_attention, sparse_mlp
@@ -40,6 +40,9 @@ def part_machine(at: Setting) -> Iterator[Row]:
     n = at.pick(8192, 512)
     a, b = at.randn(n, n), at.randn(n, n)
     yield Row("matmul", seconds=at.time(lambda: a @ b), num_flops=2 * n**3)
+    one = at.randn(1)
+    one.add_(1)
+    yield Row("launch", seconds=at.time_replayed(lambda: one.add_(1)))
 
 
 # --- kernels --------------------------------------------------------------------------------
@@ -133,7 +136,8 @@ def decodes(at: Setting, cases: list[DecodeCase]) -> Iterator[Row]:
             f"decode, {name}: {len(lengths)} x {max(lengths)}",
             error=error_of(found, wanted),
             limit=2e-2,
-            seconds=at.time(call),
+            is_replayed=True,
+            seconds=at.time_replayed(call),
             num_bytes=tokens * cache.token_bytes + 4 * q.numel(),
             num_flops=4 * tokens * cache.num_heads * cache.head_dim,
         )
@@ -230,7 +234,8 @@ def prefills(
             f"prefill, {name}: {num_tokens} of {sum(lengths)}",
             error=error_of(found, wanted),
             limit=2e-2,
-            seconds=at.time(call),
+            is_replayed=True,
+            seconds=at.time_replayed(call),
             num_bytes=sum(lengths) * cache.token_bytes + 4 * q.numel(),
             num_flops=4 * pairs * cache.num_heads * cache.head_dim,
         )
@@ -264,7 +269,8 @@ def part_rope(at: Setting) -> Iterator[Row]:
             error=max(error, error_of(found, wanted)),
             limit=2e-2,
         )
-        row.seconds, row.num_bytes = at.time(call), 4 * (k.numel() + v.numel() + q.numel())
+        row.seconds, row.is_replayed = at.time_replayed(call), True
+        row.num_bytes = 4 * (k.numel() + v.numel() + q.numel())
         yield row
 
 
@@ -281,7 +287,8 @@ def part_elementwise(at: Setting) -> Iterator[Row]:
         f"norm: {n} x {hidden}",
         error=error_of(norm(x), wanted),
         limit=2e-2,
-        seconds=at.time(lambda: norm(x)),
+        is_replayed=True,
+        seconds=at.time_replayed(lambda: norm(x)),
         num_bytes=4 * x.numel(),
     )
     wanted, wanted_sum = (
@@ -293,7 +300,8 @@ def part_elementwise(at: Setting) -> Iterator[Row]:
         f"norm with residual: {n} x {hidden}",
         error=max(error_of(normed, wanted), error_of(summed, wanted_sum)),
         limit=2e-2,
-        seconds=at.time(lambda: norm.add(x, residual)),
+        is_replayed=True,
+        seconds=at.time_replayed(lambda: norm.add(x, residual)),
         num_bytes=8 * x.numel(),
     )
     gate_up = at.randn(n, 2 * inner)
@@ -301,7 +309,8 @@ def part_elementwise(at: Setting) -> Iterator[Row]:
         f"silu and mul: {n} x {inner}",
         error=error_of(silu_and_mul(gate_up), silu_and_mul(gate_up.float().cpu()).to(at.device)),
         limit=2e-2,
-        seconds=at.time(lambda: silu_and_mul(gate_up)),
+        is_replayed=True,
+        seconds=at.time_replayed(lambda: silu_and_mul(gate_up)),
         num_bytes=3 * gate_up.numel(),
     )
 
@@ -340,8 +349,8 @@ def part_experts(at: Setting) -> Iterator[Row]:
             f"experts, {name}: {num_tokens} to {top_k} of {num_experts}",
             error=error,
             limit=2e-2,
-            # Of one token the launches take longer than the kernels; serving replays a graph.
-            seconds=at.time(captured(call)[0].replay if at.device.type == "cuda" else call),
+            is_replayed=True,
+            seconds=at.time_replayed(call),
             num_bytes=num_read * 6 * size * hidden + 4 * x.numel(),
             num_flops=6 * num_pairs * size * hidden,
         )
@@ -376,7 +385,8 @@ def part_filters(at: Setting) -> Iterator[Row]:
             name,
             error=float((call().cpu() != wanted).sum()),
             limit=0.0,
-            seconds=at.time(call),
+            is_replayed=True,
+            seconds=at.time_replayed(call),
             num_bytes=8 * logits.numel(),
         )
 
@@ -403,10 +413,16 @@ def part_transfer(at: Setting) -> Iterator[Row]:
     store.scatter(written, blocks)
     error = error_of(pool[written], pool[read])
     num_bytes = num_blocks * block_bytes
+    on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=at.device.type == "cuda")
+    half = pool[:num_blocks].view(-1)
+    link = Row("copy to the host", num_bytes=num_bytes, copy="copy to the host")
+    link.seconds = at.time(lambda: on_host.copy_(half, non_blocking=True))
+    yield link
+    floor = {"num_bytes": num_bytes, "copy": link.name}
     alone = at.time_whole(lambda: store.gather(read))
-    yield Row("blocks to the host", seconds=alone, num_bytes=num_bytes)
+    yield Row("blocks to the host", seconds=alone, **floor)
     seconds = at.time_whole(lambda: store.scatter(written, blocks))
-    yield Row("blocks from the host", error=error, limit=0.0, seconds=seconds, num_bytes=num_bytes)
+    yield Row("blocks from the host", error=error, limit=0.0, seconds=seconds, **floor)
     if at.device.type == "cuda":
         waits = []
         for _ in range(10):
@@ -417,6 +433,5 @@ def part_transfer(at: Setting) -> Iterator[Row]:
             torch.cuda.synchronize()
         beside = statistics.median(waits)
         # Copies that waited for the step would take many times as long.
-        row = Row("blocks to the host beside a step", error=beside / alone, limit=3.0)
-        row.seconds, row.num_bytes = beside, num_bytes
-        yield row
+        name = "blocks to the host beside a step"
+        yield Row(name, error=beside / alone, limit=3.0, seconds=beside, **floor)

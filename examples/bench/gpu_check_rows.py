@@ -22,6 +22,10 @@ class Row:
     seconds: float | None = None
     num_bytes: int = 0
     """What must be read and written at least."""
+    copy: str = "copy"
+    """The row whose rate is that of these bytes."""
+    is_replayed: bool = False
+    """The time has a graph's launch in it, which its floor has too."""
     num_flops: int = 0
     value: float | None = None
     """A figure that is no time of a call."""
@@ -55,13 +59,18 @@ class Setting:
     def time(self, function: Callable[[], object]) -> float:
         """Return the median seconds of a call's kernels; on a GPU with a cold L2.
 
-        Launching counts where the device waits for it. Take `time_whole` for what waits itself.
+        Launching counts where the device waits for it: take `time_replayed` for a few small kernels
+        that steps replay from a graph, and `time_whole` for what waits itself.
         """
         if self.device.type == "cuda":
             from triton.testing import do_bench
 
             return float(do_bench(function, return_mode="median")) / 1e3
         return self.time_whole(function)
+
+    def time_replayed(self, function: Callable[[], Any]) -> float:
+        """Return what `time` does, on a GPU of a graph's replay. The call has run before."""
+        return self.time(captured(function)[0].replay if self.device.type == "cuda" else function)
 
     def time_whole(self, function: Callable[[], object]) -> float:
         """Return the median seconds of a call that waits for its device; with a cold L2."""
@@ -91,9 +100,7 @@ def attempts(function: Callable[..., Row], cases: Iterable[tuple[Any, ...]]) -> 
             yield Row(f"{function.__name__}, {case[0]}", error=math.nan, limit=0.0, note=text)
 
 
-def captured(
-    step: Callable[[], torch.Tensor],
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Capture a step that ran before; return the graph and its output."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

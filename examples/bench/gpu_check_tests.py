@@ -24,7 +24,8 @@ def part_tests(at: Setting) -> Iterator[Row]:
     command = [sys.executable, "-m", "pytest", "-v", "-W", "default", "-m", "gpu and not slow"]
     # Without the options of pytest-xdist, which a GPU machine may lack.
     command += ["-o", "addopts=--strict-markers --import-mode=importlib -p no:cacheprovider"]
-    command += ["--continue-on-collection-errors", *(str(path) for path in marked)]
+    command += ["--tb=short", "--show-capture=no", "--continue-on-collection-errors"]
+    command += [str(path) for path in marked]
     num_found = 0
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -15,17 +15,19 @@ NUM_BINS = 256
 
 
 def filter_top_k_top_p(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
 ) -> torch.Tensor:
     """Set tokens outside of top-k, then those outside of top-p, to -inf.
 
     Top-k keeps ties with the k-th token. Top-p (nucleus sampling; Holtzman et al., 2020) keeps the
     smallest set of likeliest tokens whose mass, in float64, reaches `top_p`, the lowest ids among
     equals, and always one. logits: float32 [B, V]; top_k: int64 [B], 0 keeps all; top_p: float32
-    [B], 1 keeps all.
+    [B], 1 keeps all; None keeps all of every row.
     """
     filtered = logits.clone()
-    for row, k, p in zip(filtered, top_k.tolist(), top_p.tolist(), strict=True):
+    counts = [0] * len(logits) if top_k is None else top_k.tolist()
+    masses = [1.0] * len(logits) if top_p is None else top_p.tolist()
+    for row, k, p in zip(filtered, counts, masses, strict=True):
         if 0 < k < len(row):
             row.masked_fill_(row < row.topk(k, sorted=False).values.amin(), -torch.inf)
         if p < 1:

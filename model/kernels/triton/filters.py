@@ -13,8 +13,6 @@ Shapes: B rows, V vocabulary, C chunks of a row.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import triton
 import triton.language as tl
@@ -214,10 +212,18 @@ def _filter_kernel(
 
 
 def filter_top_k_top_p(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
 ) -> torch.Tensor:
     """Do what `filters.filter_top_k_top_p` does; V is below 2^19."""
     num_rows, size = logits.shape
+    # One pass of a search that nobody wants remains: it finds the maxima, or writes the floors.
+    passes = [
+        (is_count, shift)
+        for is_count, wanted in ((True, top_k), (False, top_p))
+        for shift in (SHIFTS[:1] if wanted is None else SHIFTS)
+    ]
+    top_k = logits.new_zeros(num_rows, dtype=torch.int64) if top_k is None else top_k
+    top_p = logits.new_ones(num_rows) if top_p is None else top_p
     num_chunks = triton.cdiv(size, CHUNK)
     out = logits.new_empty(logits.shape)
     maxima = logits.new_empty(num_rows, num_chunks)
@@ -232,7 +238,7 @@ def filter_top_k_top_p(
     rows = (logits, top_k, top_p, maxima, floors)
     grid = (num_rows, num_chunks)
     old, new = searches
-    for is_count, shift in itertools.product((True, False), SHIFTS):
+    for is_count, shift in passes:
         _search_kernel[grid](
             *rows,
             *old,
