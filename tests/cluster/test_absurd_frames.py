@@ -270,6 +270,7 @@ def test_a_leader_steps_on_whatever_is_sent(served: Served, context: Context) ->
     finally:
         is_over.set()
         thread.join(timeout=60)
+        flood.close(linger=0)
     assert done >= 3 * NUM_TOKENS
 
 
