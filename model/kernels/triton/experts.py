@@ -49,14 +49,14 @@ def product_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Produ
     """Return tiles as high as an expert has pairs on average, within what spills no register."""
     is_half = dtype.itemsize <= 2
     mean = next_pow2(-(-num_pairs // num_experts))
-    rows = min(max(mean, MIN_DOT), 128 if is_half else 32)
+    rows = min(max(mean, MIN_DOT), 64 if is_half else 32)
     is_high = rows > 32
     return ProductTiles(
         rows=rows,
         columns=128 if is_high else 64,
         # A few rows are bound by memory: more of a matrix is on its way at a time.
         inputs=(64 if is_high else 128) if is_half else 32,
-        num_warps=8 if rows == 128 else 4,
+        num_warps=4,
         num_stages=3,
     )
 
