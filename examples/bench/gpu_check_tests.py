@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,11 +25,18 @@ def part_tests(at: Setting) -> Iterator[Row]:
     command = [sys.executable, "-m", "pytest", "-v", "-W", "default", "-m", "gpu and not slow"]
     # Without the options of pytest-xdist, which a GPU machine may lack.
     command += ["-o", "addopts=--strict-markers --import-mode=importlib -p no:cacheprovider"]
-    command += ["--tb=short", "--show-capture=no", "--continue-on-collection-errors"]
-    command += [str(path) for path in marked]
+    # Only the end of what is printed is kept: each failure's line there says why, if it is wide
+    # enough, and records of torch's logs do not push out the rest.
+    command += ["--show-capture=no", "--tb=short"]
+    command += ["--continue-on-collection-errors", *(str(path) for path in marked)]
     num_found = 0
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "400"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -222,6 +222,36 @@ def test_an_error_that_is_no_number_is_not_right() -> None:
     assert [row["is_right"] for row in rows] == [False] * 3, done.stderr
 
 
+FAILING = """
+import logging
+
+import pytest
+
+
+@pytest.mark.gpu
+def test_that_fails_behind_a_name_that_is_longer_than_the_lines_of_a_terminal_are() -> None:
+    for number in range(500):
+        logging.getLogger("torch.__trace").warning("record %d", number)
+    raise ValueError("broken on purpose")
+"""
+
+
+def test_why_a_test_failed_is_at_the_end_of_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_failing.py").write_text(FAILING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n")
+    done = run_altered(
+        "import gpu_check_tests, pathlib\n"
+        f"gpu_check_tests.ROOT = pathlib.Path({str(tmp_path)!r})",
+        *("--part", "tests"),
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["note"] for row in rows] == ["failed", "exit code 1 of pytest, 1 tests"]
+    summary = done.stderr[done.stderr.rindex("short test summary info") :]
+    assert "ValueError: broken on purpose" in summary
+    assert "record" not in done.stderr[-4000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [*RUNS][:3])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from compile.graphs.capture import capture_window
 from compile.graphs.cuda import CudaStepGraph, alias
 from compile.graphs.pools import GraphPools, new_graph_pool, new_step_graph
 from compile.graphs.wrapper import CUDAGraphWrapper
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_alias_has_the_elements_and_not_the_memory() -> None:
@@ -132,11 +136,24 @@ def test_an_error_inside_of_a_capture_is_the_one_that_is_raised(device: torch.de
         graph.replay()
 
 
+READING = """
+import torch
+from compile.graphs.pools import new_graph_pool, new_step_graph
+
+device = torch.device("cuda")
+x = torch.ones(3, device=device)
+try:
+    new_step_graph(new_graph_pool(device)).capture(lambda: {read})
+except RuntimeError:
+    print("refused")
+"""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.nonzero()])
-def test_reading_a_value_inside_of_a_capture_is_an_error(
-    device: torch.device, read: Callable[[torch.Tensor], Any]
-) -> None:
-    x = torch.ones(3, device=device)
-    with pytest.raises(RuntimeError):
-        new_step_graph(new_graph_pool(device)).capture(lambda: read(x))
+@pytest.mark.parametrize("read", ["x.sum().item()", "x.nonzero()"])
+def test_reading_a_value_inside_of_a_capture_is_an_error(read: str) -> None:
+    """In a process of its own: torch 2.11 leaves one in which a capture cannot end in a state that
+    later captures and compilations there find, as if that capture went on."""
+    command = [sys.executable, "-c", READING.format(read=read)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "refused\n", done.stderr
