@@ -126,7 +126,12 @@ class StartWatch:
 
     def start(self) -> None:
         """Begin, on a thread of its own; it waits for Ray."""
-        threading.Thread(target=self._watch, daemon=True).start()
+        interrupt = signal.SIGINT
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            interrupt = signal.SIGUSR1  # the background of a script ignores the other
+            signal.signal(interrupt, signal.default_int_handler)
+        threading.Thread(target=self._watch, args=(interrupt,), daemon=True).start()
 
     def end(self) -> None:
         """At this process's end: if a pool has failed, end with the reason and exit code 1."""
@@ -138,14 +143,14 @@ class StartWatch:
         print(found[0].reason, file=sys.stderr, flush=True)
         os._exit(1)  # nothing else changes the exit code that Ray's command has chosen
 
-    def _watch(self) -> None:
+    def _watch(self, interrupt: signal.Signals) -> None:
         while not ray.is_initialized():
             time.sleep(CONNECT_PERIOD_S)
         with suppress(Exception):  # Ray may end at any time, in ways of its own
             self.forget()
             while not any(failed.is_final for failed in self._found()):
                 time.sleep(LOOK_PERIOD_S)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, interrupt)
 
     def _found(self) -> list[FailedStart]:
         """Return the failures that are noted, final ones first."""

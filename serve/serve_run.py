@@ -4,8 +4,9 @@
 address unless it runs already. Ray's post-init hooks are called in between: there Serve is started
 on the address that was asked for, or the process ends with one line.
 
-SIGTERM makes Ray end the process like `sys.exit`. Functions of `atexit` run in reverse order:
-`drain`, registered after Ray was imported, before Ray's own, which ends the cluster.
+SIGTERM makes Ray end the process like `sys.exit`. What is called as the command's context closes
+may start threads, as the handles of Serve do at their first call; from Python 3.12 on a function of
+`atexit` may not. Ray's own function of `atexit`, which ends the cluster, comes later.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ def _listener(port: int) -> str:
 
 def drain_at_exit(timeout_s: float) -> None:
     """Drain when this process exits, as it then does on SIGHUP unless that is ignored (nohup)."""
-    atexit.register(drain, timeout_s)
+    if (context := click.get_current_context(silent=True)) is not None:
+        context.call_on_close(partial(drain, timeout_s))
+    else:  # a program of the user's own; before Ray's function, since the order is reversed
+        atexit.register(drain, timeout_s)
     is_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
     if is_main and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, lambda number, _: sys.exit(number))

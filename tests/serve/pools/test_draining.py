@@ -38,10 +38,12 @@ def run(
     # Where the tests run under `nohup` it is ignored, and so it would be in what they start.
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-    def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
+    def start(
+        *arguments: str, target: str = "serve.app:deploy"
+    ) -> tuple[subprocess.Popen[bytes], str, Path]:
         port = new_port()
         log = tmp_path / "log"
-        command = [SERVE, "run", "serve.app:deploy", "pools=mixed", "O=0", f"port={port}"]
+        command = [SERVE, "run", target, "pools=mixed", "O=0", f"port={port}"]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*command, *arguments],
@@ -169,6 +171,45 @@ def test_an_ingress_that_does_not_answer_is_one_line_and_no_trace(
     said = capsys.readouterr().err
     assert said.startswith("draining: an ingress did not say what it answers, which is cut off: ")
     assert said.count("\n") == 1
+
+
+REFUSES_THREADS = """
+import atexit, threading
+from ray import serve
+from serve.serve_run import drain_at_exit, listen
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def deploy(args):
+    @serve.deployment(name="Ingress")
+    class Ingress:
+        num_running = 3
+
+        def __call__(self):
+            return {}
+
+        def drain(self):
+            self.num_running -= 1
+            return self.num_running
+
+    listen(None, int(args["port"]))
+    drain_at_exit(60)
+    atexit.register(setattr, threading.Thread, "start", refuse)
+    return Ingress.bind()
+"""
+"""An application that refuses threads at exit, as Python 3.12 does, in every version."""
+
+
+@pytest.mark.ray
+@pytest.mark.feature("R02")
+def test_draining_starts_no_thread_once_the_interpreter_ends(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "refuses.py").write_text(REFUSES_THREADS)
+    process, _, log = run(f"--app-dir={tmp_path}", target="refuses:deploy")
+    process.send_signal(signal.SIGTERM)
+    process.wait(300)
+    assert "draining: 2 running, at most 60 s" in log.read_text()
+    assert "cut off" not in log.read_text()
 
 
 @pytest.mark.ray
