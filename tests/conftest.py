@@ -21,8 +21,13 @@ os.environ.update(
     # fail with connection errors.
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
-    # Two ranks with a thread per core each wait for one another at every OpenMP barrier.
+    # Two ranks with a thread per core each wait for one another at every OpenMP barrier: where a
+    # test lets them have more than one, they sleep there and leave the core to others.
     OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="passive",
+    # Inductor would find out by ten C++ builds what this processor and compiler can do, anew in
+    # each process that compiles; tests of a start from nothing let it.
+    TORCHINDUCTOR_VEC_ISA_OK="1",
     # No test asks the network for a model.
     HF_HUB_OFFLINE="1",
     # On a busy machine Serve's proxy needs longer than 5 s, after which it would be killed, or 10.

@@ -39,7 +39,7 @@ def part_graphs(
     level, title = int(number), f"level {number} {mode} {policy}"
     title += "" if kind == "float32" else f" {kind}"
     dtype = "bfloat16" if kind == "bfloat16" else "float32"
-    sizes = SIZES[1:3] if kind == "sizes" else None
+    sizes = SIZES[1 : at.pick(3, 2)] if kind == "sizes" else None
     with tempfile.TemporaryDirectory() as name:
         save_random_checkpoint(at, Path(name))
         wanted = run_sizes(make_runner(at, name, CompilationConfig(level=0), dtype))

@@ -95,6 +95,7 @@ class Server:
         is_met: Callable[[], Any],
         told: Callable[[], Any] | None = None,
         timeout_s: float = 900,
+        period_s: float = 0.05,
     ) -> None:
         """Wait for something, and ask again what has no answer, or one without what is looked for.
 
@@ -106,7 +107,7 @@ class Server:
                 if is_met():
                     return
             assert time.monotonic() < deadline, told() if told else self.log.read_text()
-            time.sleep(0.05)
+            time.sleep(period_s)
 
     def ranks(self, pool: str) -> list[dict[str, Any]]:
         _, body = self.get("/ready")
@@ -147,14 +148,17 @@ class Server:
             time.sleep(1)
 
     def wait_until_ready(self, timeout_s: float = 900, *, is_compiled: bool = True) -> None:
-        """Wait for all pools; unless told otherwise also until they have gone over to graphs."""
+        """Wait for all pools; unless told otherwise also until they have gone over to graphs.
+
+        What starts needs the processor more than who asks whether it has.
+        """
 
         def is_ready() -> bool:
             assert self.process.poll() is None, self.log.read_text()
             status, body = self.get("/ready")
             return status == 200 and not (is_compiled and body["compiling"])
 
-        self.wait_until(is_ready, timeout_s=timeout_s)
+        self.wait_until(is_ready, timeout_s=timeout_s, period_s=0.25)
 
     def _ranks(self, pool: dict[str, Any]) -> list[dict[str, Any]]:
         return [rank for replica in pool["replicas"] for rank in replica["ranks"]]

@@ -103,7 +103,7 @@ class Watch:
         assert not self._thread.is_alive()
 
     def _look(self) -> None:
-        while not self._is_over.wait(0.05):
+        while not self._is_over.wait(0.25):
             try:
                 _, body = self._app.get("/ready")
                 text, _ = self._app.metrics()

@@ -66,7 +66,7 @@ def test_pools_of_two_ranks_each_answer_and_draw_as_one_rank_does(
         ranks = app.ready_ranks(pool)
         assert [r["tp_rank"] for r in ranks] == [0, 1]
         assert len({r["pid"] for r in ranks}) == 2
-    llm = LLM(dtype="float32", max_num_seqs=8)
+    llm = LLM(dtype="float32", max_num_seqs=8, enforce_eager=True)
     with app.client() as client:
         assert [ask(client, chat) for chat in CHATS] == offline(llm)
         for seed, form in enumerate(FORMS):

@@ -33,7 +33,7 @@ OPTIONS = ("dtype=float32", "kv_memory=64MiB")
 Answers = dict[str, list[int]]
 
 
-def wait_until(is_met: Callable[[], Any], told: Callable[[], Any], period_s: float = 0.02) -> Any:
+def wait_until(is_met: Callable[[], Any], told: Callable[[], Any], period_s: float = 0.1) -> Any:
     """Return what `is_met` returns once that is true; fail with what is told after a long time."""
     deadline = time.monotonic() + LIMIT_S
     while not (found := is_met()):
@@ -213,7 +213,7 @@ def wait_for_capture(app: Any, *, rank: int, epoch: int) -> int:
         is_there = ranks and ranks[rank]["epoch"] == epoch
         return int(ranks[rank]["pid"]) if is_there and (is_capturing or status == 200) else 0
 
-    return int(wait_until(pid, lambda: log_of(app)))
+    return int(wait_until(pid, lambda: log_of(app), period_s=0.02))
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def wait_until_gone_over(app: Any) -> list[dict[int, dict[str, Any]]]:
             known.update({each["step"]: each for each in agreements})
         return not is_compiling
 
-    wait_until(has_gone_over, lambda: app.get("/ready"), period_s=0.05)
+    wait_until(has_gone_over, lambda: app.get("/ready"), period_s=0.5)
     return seen
 
 

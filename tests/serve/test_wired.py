@@ -187,7 +187,7 @@ def outage(app: Any, client: openai.OpenAI) -> Outage:
             ranks = app.ranks("prefill")
             if all(is_idle(rank) for rank in ranks):
                 seen.prefill = ranks
-        time.sleep(0.02)
+        time.sleep(0.1)
     stream.close()
     return seen
 

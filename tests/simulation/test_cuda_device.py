@@ -27,7 +27,7 @@ from cluster.kv.transport.store import BlockStore
 
 ORDERS: list[tuple[Order, int]] = [("late", 0), ("eager", 0), *(("random", i) for i in range(10))]
 SEED = 0
-NUM_RANDOM_ORDERS = 10
+NUM_RANDOM_ORDERS = 5
 """Times the factor of `--fuzz`."""
 
 

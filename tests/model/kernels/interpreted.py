@@ -1,8 +1,9 @@
 """Triton kernels against their references in Triton's interpreter; run by test_triton.py.
 
-    TRITON_INTERPRET=1 python interpreted.py GROUP NUM_SHAPES
+    TRITON_INTERPRET=1 python interpreted.py GROUP=NUM_SHAPES ...
 
-The interpreter must be chosen before Triton is imported, so this needs a process of its own. Its
+The interpreter must be chosen before Triton is imported, so this needs a process of its own; each
+group runs in a fork of it, as checks change what kernels are told. Its
 `tl.dot` is wrong in bfloat16: attention runs in float32 and float16. What no sequence may read is
 NaN: unused slots, blocks that entries behind a sequence name, blocks that a window has left.
 """
@@ -428,8 +429,18 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
 
 
 def main() -> None:
-    """Check as many random shapes as asked for; name the seed of one that fails."""
-    group, count = sys.argv[1], int(sys.argv[2])
+    """Check as many random shapes of each group as asked for."""
+    for argument in sys.argv[1:]:
+        group, _, count = argument.partition("=")
+        if child := os.fork():
+            os.waitpid(child, 0)
+            continue
+        check(group, int(count))
+        return
+
+
+def check(group: str, count: int) -> None:
+    """Check so many random shapes; name the seed of one that fails."""
     for seed in range(count):
         torch.manual_seed(seed)
         try:

@@ -50,14 +50,20 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "run", serving)
 
 
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which each build is kept for the module."""
+    return tmp_path_factory.mktemp("builds")
+
+
 @pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
 def fewer_lanes(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, builds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """Build the kernels for a processor whose registers are narrower than this one's may be."""
     if platform.machine() != "x86_64":
         pytest.skip("the flags are x86's")
-    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(builds))
     monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
     cached = (native.native_library, native.native_function, native._prepared)
     for each in cached:

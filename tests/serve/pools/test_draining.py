@@ -25,7 +25,7 @@ from serve.serve_run import drain, drain_at_exit
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVE = Path(sys.executable).with_name("serve")
-NUM_STREAMS = 16
+NUM_STREAMS = 4
 NUM_TOKENS = 1900
 
 
