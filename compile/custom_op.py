@@ -24,6 +24,7 @@ class _Registered:
 
 
 _registered: dict[str, _Registered] = {}
+_composites: set[Callable[..., Any]] = set()
 
 
 def direct_register_custom_op(
@@ -34,6 +35,7 @@ def direct_register_custom_op(
     target_lib: str = LIBRARY,
     dispatch_key: str = "CompositeExplicitAutograd",
     tags: Sequence[torch.Tag] = (),
+    is_composite: bool = False,
 ) -> Any:
     """Register `op_func` as `torch.ops.<target_lib>.<op_name>` and return the op.
 
@@ -44,6 +46,8 @@ def direct_register_custom_op(
         mutates_args: names of the tensor arguments that `op_func` writes into.
         fake_impl: shape function for tracing; only an op that returns nothing does without.
         dispatch_key: the default serves every device; "CPU" or "CUDA" goes before it there.
+        is_composite: `op_func` calls other ops and kernels and reads no value: a graph on a CPU
+            records what it calls.
     """
     schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args))
     name = f"{target_lib}::{op_name}"
@@ -59,6 +63,8 @@ def direct_register_custom_op(
     if dispatch_key not in known.functions:
         _libraries[target_lib].impl(op_name, op_func, dispatch_key=dispatch_key)
         known.functions[dispatch_key] = op_func
+        if is_composite:
+            _composites.add(op_func)
     return getattr(namespace, op_name)
 
 
@@ -71,6 +77,12 @@ def function_of(op: Any, device_type: str) -> Callable[..., Any] | None:
     return known.functions.get(
         device_type.upper(), known.functions.get("CompositeExplicitAutograd")
     )
+
+
+def composite_of(op: Any, device_type: str) -> Callable[..., Any] | None:
+    """Return what `function_of` does if a graph records what that calls, else None."""
+    found = function_of(op, device_type)
+    return found if found in _composites else None
 
 
 def _define(

@@ -39,6 +39,7 @@ from compile.cache.inductor_private import (
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
+from compile.graphs.boundary import boundary
 from compile.scope import Runnable
 
 ARTIFACT = "artifact.bin"
@@ -264,6 +265,7 @@ class DirectCall:
         self._code: Generated | None = None
         self._is_watched = False
 
+    @boundary
     def __call__(self, *args: Any) -> Any:
         """Run the piece; return its outputs, a tuple or a list."""
         if (

@@ -1,11 +1,12 @@
-"""The boundary that a recording graph sees: calls of compiled pieces, whose inside is out of its
-reach, and the tensors they carry."""
+"""The boundary that a recording graph sees: calls of compiled pieces and of kernels, whose inside
+is out of its reach, and the tensors they carry."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,19 +18,23 @@ class Recorder(Protocol):
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run `fn(*args)`, keep it for replay, and return its outputs at fixed addresses."""
 
+    def bound(self, call: partial[Any], tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        """Make a call that knows the addresses of `tensors` and holds none of them; keep it for
+        replay unless it returns False, with nothing done. Return what it returns."""
+
 
 class _PerThread(threading.local):
     recorder: Recorder | None = None
 
 
-_state = _PerThread()
+active = _PerThread()
 
 
 def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` as a call that an active recorder of this thread sees as one."""
 
     def call(*args: Any) -> Any:
-        recorder = _state.recorder
+        recorder = active.recorder
         return fn(*args) if recorder is None else recorder.call(fn, args)
 
     return call
@@ -38,12 +43,12 @@ def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
     """Make `recorder` this thread's active one; None pauses the one that is."""
-    before = _state.recorder
-    _state.recorder = recorder
+    before = active.recorder
+    active.recorder = recorder
     try:
         yield
     finally:
-        _state.recorder = before
+        active.recorder = before
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from compile.config import CompilationConfig, CompilationLevel
-from compile.graphs.boundary import boundary
 from compile.graphs.capture import is_in_capture_window
 from compile.pieces.split import is_symbolic
 from compile.scope import Runnable, Shape
@@ -85,7 +84,7 @@ class PiecewiseBackend:
         self._by_count: dict[int, Runnable] = {}
         assert (graph is None) != (compiled_runnables is None), "piece: wanted a graph or runnables"
         if compiled_runnables is not None:
-            self.runnables = {s: boundary(fn) for s, fn in compiled_runnables.items()}
+            self.runnables = dict(compiled_runnables)
         else:
             for shape in shapes.all():
                 if not (shapes.lazily and isinstance(shape, int)):
@@ -128,15 +127,13 @@ class PiecewiseBackend:
         if isinstance(shape, int):
             inputs = sized(inputs, self.tokens, shape)
         started = time.perf_counter()
-        self.runnables[shape] = boundary(
-            self._manager.compile(
-                self._graph,
-                inputs,
-                index=self.index,
-                shape=shape,
-                num_graphs=self._num_graphs,
-                key=self.key,
-            )
+        self.runnables[shape] = self._manager.compile(
+            self._graph,
+            inputs,
+            index=self.index,
+            shape=shape,
+            num_graphs=self._num_graphs,
+            key=self.key,
         )
         took = time.perf_counter() - started
         logger.debug(

@@ -44,7 +44,9 @@ def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Callable[...,
     def on_gpu(*args: Any) -> Any:
         return getattr(_triton(), name)(*args)
 
-    direct_register_custom_op(name, on_cpu, fake_impl=fake_impl, dispatch_key="CPU")
+    direct_register_custom_op(
+        name, on_cpu, fake_impl=fake_impl, dispatch_key="CPU", is_composite=True
+    )
     op = direct_register_custom_op(name, on_gpu, dispatch_key="CUDA")
     return lambda x, *others: (op if uses_ops(x) else reference)(x, *others)
 

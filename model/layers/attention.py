@@ -111,4 +111,5 @@ unified_attention_with_output = direct_register_custom_op(
     mutates_args=["output"],
     # Token ids and positions are two inputs: this tells a trace that their lengths are one.
     fake_impl=lambda q, k, v, cos, *_: torch._check(cos.shape[0] == q.shape[0]),
+    is_composite=True,
 )

@@ -14,6 +14,7 @@ from compile.counters import counter
 from compile.graphs.capture import capture_window
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.graphs.wrapper import CUDAGraphWrapper
+from model.kernels.cpu import native, packed_linear
 from model.layers.attention import AttentionMetadata
 
 CPU = torch.device("cpu")
@@ -75,11 +76,22 @@ def replaying(paged: Any, query_len: int) -> Any:
 
 
 @pytest.mark.feature("X02")
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+@pytest.mark.parametrize(
+    ("family", "has_kernels"), [("Llama", True), ("Llama", False), ("Mixtral", True)]
+)
 @pytest.mark.parametrize("num_padding_decodes", [0, 2])
 def test_replayed_decode_steps_equal_eager_ones(
-    make_checkpoint: Any, load: Any, paged: Any, num_padding_decodes: int, family: str
+    make_checkpoint: Any,
+    load: Any,
+    paged: Any,
+    num_padding_decodes: int,
+    family: str,
+    has_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(native, "run", lambda *_, **__: False)
+        monkeypatch.setattr(packed_linear, "_kernel_rows", lambda _: 0)
     model, config = load(make_checkpoint(family=family)[0])
     eager, graphs = paged(model), replaying(paged, 1)(model)
     numbers = torch.Generator().manual_seed(0)
@@ -90,13 +102,15 @@ def test_replayed_decode_steps_equal_eager_ones(
     for runner in (eager, graphs):
         runner.step(prompts)
     with counter.expect(num_cudagraph_captured=1, num_cudagraph_replayed=12, num_late_captures=0):
-        for _ in range(12):
+        for i in range(12):
+            torch.set_num_threads(1 + i % 2)
             chunks = {
                 name: torch.randint(config.vocab_size, (1,), generator=numbers) for name in prompts
             }
             wanted = eager.step(chunks, num_padding_decodes=num_padding_decodes)
             found = graphs.step(chunks, num_padding_decodes=num_padding_decodes)
             assert all(torch.equal(found[name], wanted[name]) for name in prompts)
+    torch.set_num_threads(1)
     # The replays wrote the same keys and values.
     assert torch.equal(graphs.pool.nan_to_num(), eager.pool.nan_to_num())
 

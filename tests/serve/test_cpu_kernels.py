@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,27 @@ ATTENTION = {"rope_and_write_kv", "paged_prefill", "paged_decode"}
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the calls of C++ kernels by name."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count the calls of C++ kernels by name, those of replays included."""
     if native.native_library() is None:
         pytest.skip("needs the C++ kernels, found none")
     counts: Counter[str] = Counter()
+    find = native.native_function
 
-    run = native.run
+    def counted(name: str, dtype: torch.dtype) -> Callable[..., bool]:
+        kernel = find(name, dtype)
 
-    def counted(name: str, *tensors: torch.Tensor, **numbers: Any) -> bool:
-        is_served = run(name, *tensors, **numbers)
-        counts[name] += is_served
-        return is_served
+        def call(*args: Any) -> bool:
+            is_served: bool = kernel(*args)
+            counts[name] += is_served
+            return is_served
 
-    monkeypatch.setattr(native, "run", counted)
-    return counts
+        return call
+
+    monkeypatch.setattr(native, "native_function", counted)
+    native._prepared.cache_clear()
+    yield counts
+    native._prepared.cache_clear()
 
 
 def checkpoint(directory: Path, family: str, **particular: Any) -> Any:

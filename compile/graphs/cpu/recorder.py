@@ -1,10 +1,12 @@
 """Step graphs on CPU: a step is run once, recorded call by call, and replayed from fixed addresses.
 
 The speed of a replay says nothing about CUDA graphs. What it repeats is a flat list of calls with
-frozen arguments. Ops are seen through a dispatch mode, compiled pieces through `boundary`; the
-inside of a piece or of an opaque op is one call, runs without modes and may read what it likes.
+frozen arguments. Ops are seen through a dispatch mode, compiled pieces and kernels through
+`boundary`; the inside of a piece or of an opaque op is one call, runs without modes and may read
+what it likes.
 
-1. Each op that is not an allocation or a view becomes a call. Composite ops are taken apart first.
+1. Each op that is not an allocation or a view becomes a call. Composite ops are taken apart first:
+   of them a replay makes the kernels' calls alone, bound to addresses.
 2. Fresh outputs move into the pool. A replay writes there again: by the op's `out=` form if it
    has one, else by a copy.
 3. When the step lets go of a pool tensor, its block is free, and a call that poisons it follows.
@@ -33,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, current_context, resumed_context
-from compile.custom_op import function_of
+from compile.custom_op import composite_of, function_of
 from compile.errors import CaptureError, ReplayError
 from compile.graphs import boundary
 from compile.graphs.boundary import map_tensors, rebuild, tensors_of
@@ -149,13 +151,22 @@ class Recorder:
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with self._modes.off(), boundary.recording(None):
-            return self._record(fn, args, {}, getattr(fn, "__name__", type(fn).__name__))
+            return self._record(fn, args, {}, getattr(fn, "__qualname__", type(fn).__name__))
+
+    def bound(self, call: functools.partial[Any], tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        with self._modes.off():
+            self.collect()
+            self._freezer.freeze(tensors, call.func.__name__)
+            found = call()
+            if found is not False:
+                self._append(call)
+            return found
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.name().partition(".")[0]
-        composite = _composite(func)
+        composite = composite_of(func, "cpu") or _composite(func)
         if composite is not None:
-            with self._modes.dispatching():
+            with self._modes.off(), self._modes.dispatching():
                 return composite(*args, **kwargs)
         _check(func, name, args, kwargs)
         with self._modes.off(), boundary.recording(None):

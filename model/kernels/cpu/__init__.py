@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from compile.graphs.boundary import boundary
 from compile.passes.fuse_add_rms_norm import add_rms_norm
 from model.kernels import elementwise, paged_attention, sparse_mlp
 from model.kernels.cpu import native
@@ -23,16 +24,22 @@ def paged_decode(*args: Any) -> None:
     """Attend, reading each byte of KV once."""
     *tensors, scale, out, window = args
     if not native.run("paged_decode", *tensors, out, scalar=scale, window=window or 0):
-        paged_attention.paged_decode(*args)
+        boundary(paged_attention.paged_decode)(*args)
 
 
 def paged_prefill(*args: Any) -> None:
     """Attend; rows behind the last sequence become zero."""
     *tensors, scale, out, window = args
     if not native.run("paged_prefill", *tensors, out, scalar=scale, window=window or 0):
-        paged_attention.paged_prefill(*args)
-        cu_seqlens_q = tensors[-2]
-        out[int(cu_seqlens_q[-1]) :].zero_()
+        _paged_prefill(*args)
+
+
+@boundary
+def _paged_prefill(*args: Any) -> None:
+    paged_attention.paged_prefill(*args)
+    *tensors, _, out, _ = args
+    cu_seqlens_q = tensors[-2]
+    out[int(cu_seqlens_q[-1]) :].zero_()
 
 
 def rope_and_write_kv(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -40,7 +47,8 @@ def rope_and_write_kv(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     rotated = q.new_empty(q.shape)
     if native.run("rope_and_write_kv", q, *others, rotated):
         return rotated
-    return paged_attention.rope_and_write_kv(q, *others)
+    in_torch: torch.Tensor = boundary(paged_attention.rope_and_write_kv)(q, *others)
+    return in_torch
 
 
 def expert_mlp(*args: Any) -> torch.Tensor:

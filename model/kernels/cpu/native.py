@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from compile.environment import cache_root, cxx
+from compile.graphs.boundary import active
 from compile.machine import PrivateDirectoryError, make_private, processor
 
 SOURCES = Path(__file__).parent / "cpp"
@@ -136,13 +137,18 @@ def native_function(name: str, dtype: torch.dtype) -> Any:
 
 def run(name: str, *tensors: torch.Tensor, scalar: float = 0.0, window: int = 0) -> bool:
     """Call a kernel on tensors of a CPU, the first of which says the floating-point dtype; return
-    False, with nothing done, where none serves them."""
+    False, with nothing done, where none serves them.
+
+    A graph keeps the call as it is, its number of threads included.
+    """
     kinds = [(t.dtype, t.shape, t.stride()) for t in tensors]
     prepared = _prepared(name, torch.get_num_threads(), window, *kinds)
     if prepared is None:
         return False
     kernel, pack, sizes = prepared
-    is_served: bool = kernel(pack(*[t.data_ptr() for t in tensors]), sizes, scalar)
+    call = functools.partial(kernel, pack(*[t.data_ptr() for t in tensors]), sizes, scalar)
+    recorder = active.recorder
+    is_served: bool = call() if recorder is None else recorder.bound(call, tensors)
     return is_served
 
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from compile.custom_op import direct_register_custom_op
+from compile.graphs.boundary import active, boundary
 from model.kernels.cpu.native import int64_array, native_function, native_library
 from model.kernels.sparse_mlp import Products
 
@@ -204,6 +205,18 @@ def _packed_linear(
     x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     """Multiply x [T, I] with the weight of `handle`. Returns [T, O]."""
+    entry = _entry(handle)
+    if x.shape[0] <= entry.kernel_rows:
+        return _product(x, entry, bias)
+    # What oneDNN packed has no address: a graph's call holds the handle.
+    product: torch.Tensor = _opaque_product(x, handle, bias)
+    return product
+
+
+@boundary
+def _opaque_product(
+    x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     return _product(x, _entry(handle), bias)
 
 
@@ -227,7 +240,9 @@ def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch
     out = x.new_empty(x.shape[0], entry.out_features)
     bias_pointer = None if bias is None else bias.data_ptr()
     pointers = (x.data_ptr(), entry.tiles.data_ptr(), bias_pointer, out.data_ptr())
-    kernel(*pointers, entry.sizes, x.shape[0], x.stride(0), torch.get_num_threads())
+    sizes = (entry.sizes, x.shape[0], x.stride(0), torch.get_num_threads())
+    call, recorder = functools.partial(kernel, *pointers, *sizes), active.recorder
+    call() if recorder is None else recorder.bound(call, (x, entry.tiles, bias, out))
     return out
 
 
@@ -242,10 +257,14 @@ def _packed_rows(
 
 
 packed_linear = direct_register_custom_op(
-    "packed_linear", _packed_linear, fake_impl=lambda x, handle, bias, n: x.new_empty(x.shape[0], n)
+    "packed_linear",
+    _packed_linear,
+    fake_impl=lambda x, handle, bias, n: x.new_empty(x.shape[0], n),
+    is_composite=True,
 )
 packed_rows = direct_register_custom_op(
     "packed_rows",
     _packed_rows,
     fake_impl=lambda rows, handle, n, dtype: rows.new_empty(rows.shape[0], n, dtype=dtype),
+    is_composite=True,
 )

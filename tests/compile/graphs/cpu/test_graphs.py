@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from compile.context import ForwardContext, forward_context, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from compile.errors import CaptureError, ReplayError
-from compile.graphs.boundary import boundary, map_tensors, tensors_of
+from compile.graphs.boundary import active, boundary, map_tensors, tensors_of
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
 from compile.graphs.pools import GraphPool, StepGraph, new_graph_pool, new_step_graph
@@ -222,6 +224,73 @@ def test_containers_keep_their_types_and_tensors_their_order() -> None:
     found = map_tensors(lambda t: int(t) * 10, value)
     assert found == (0, [10, None, 3], {"a": 20, "b": "text"}, (30, "n"), 40)
     assert type(found[3]) is Pair
+
+
+# --- composite ops ------------------------------------------------------------------------------
+
+
+def _move(source: torch.Tensor, out: torch.Tensor, num_bytes: int) -> bool:
+    """Copy a tensor by a kernel that knows addresses alone, and serves four bytes or more."""
+    address = out.data_ptr(), source.data_ptr(), num_bytes
+    call, recorder = partial(_kernel, *address), active.recorder
+    is_served: bool = call() if recorder is None else recorder.bound(call, (source, out))
+    return is_served
+
+
+def _kernel(to: int, source: int, num_bytes: int) -> bool:
+    if num_bytes >= 4:
+        ctypes.memmove(to, source, num_bytes)
+    return num_bytes >= 4
+
+
+entered: list[torch.dtype] = []
+
+
+def _doubled(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    entered.append(x.dtype)
+    copied = x.new_empty(x.shape)
+    if not _move(x, copied, x.nbytes):
+        copied = boundary(_by_values)(x)
+    return copied * 2 + bias
+
+
+def _by_values(x: torch.Tensor) -> torch.Tensor:
+    return x.new_tensor(x.tolist())
+
+
+doubled = direct_register_custom_op(
+    "test_doubled", _doubled, fake_impl=lambda x, bias: x.clone(), is_composite=True
+)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1024), (torch.uint8, 3)])
+def test_a_composite_op_is_replayed_by_the_calls_that_it_made(
+    dtype: torch.dtype, size: int, is_inference: bool
+) -> None:
+    pool = CpuGraphPool(segment_bytes=1 << 12)
+    with torch.inference_mode(is_inference):
+        x, bias = torch.ones(size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        graph, output = captured(lambda: doubled(doubled(x, bias), bias), pool)
+        assert output.tolist() == [4] * size
+        x.fill_(5)
+        entered.clear()
+        graph.replay()
+        assert output.tolist() == [20] * size
+        assert not entered, "the op itself is not called again"
+        assert doubled(x, bias).tolist() == [10] * size
+    # Its scratch lies in the pool, and is used again.
+    assert pool.num_bytes <= 4 * 4096
+
+
+def test_a_tensor_of_a_bound_call_that_does_not_outlive_the_graph_is_named() -> None:
+    owned = {"x": torch.ones(3)}
+    bias = torch.zeros(3)
+    graph, _ = captured(lambda: doubled(owned["x"], bias))
+    graph.replay()
+    del owned["x"]
+    with pytest.raises(ReplayError, match=r"_kernel\[0\]: float32 \[3\]"):
+        graph.replay()
 
 
 # --- memory -------------------------------------------------------------------------------------
