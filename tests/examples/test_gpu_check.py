@@ -103,7 +103,7 @@ def row(name: str, **fields: Any) -> dict[str, Any]:
     return (
         plain
         | {"name": name, "num_bytes": 0, "num_flops": 0, "unit": "", "note": ""}
-        | {"is_right": True}
+        | {"is_right": True, "copy": "copy", "is_replayed": False}
         | fields
     )
 
@@ -177,6 +177,32 @@ def test_a_missed_target_is_printed_and_written_and_is_not_wrong(
     assert "targets missed: 1" in printed and "targets not measured: 1" in printed
 
 
+def test_a_floor_has_the_launch_of_what_is_replayed_and_the_rate_of_the_link_of_what_crosses_it(
+    run_parts: Any,
+) -> None:
+    rows = {
+        "machine": [
+            row("copy", seconds=1.0, num_bytes=100),
+            row("matmul", seconds=1.0, num_flops=10),
+            row("launch", seconds=0.5),
+        ],
+        "decode": [
+            row("alone", seconds=4.0, num_bytes=100, num_flops=20),
+            row("replayed", seconds=5.0, num_bytes=200, is_replayed=True),
+        ],
+        "transfer": [
+            row("link", seconds=1.0, num_bytes=10, copy="link"),
+            row("blocks", seconds=4.0, num_bytes=20, copy="link"),
+        ],
+    }
+    found = run_parts(lambda name, *_: (rows[name], "", ""), *rows)
+    floors = {each["name"]: each.get("floor_s") for p in found["parts"] for each in p["rows"]}
+    assert floors == {
+        **{"copy": 1.0, "matmul": 1.0, "launch": None, "alone": 2.0, "replayed": 2.5},
+        **{"link": 1.0, "blocks": 2.0},
+    }
+
+
 def test_a_part_that_does_not_end_is_killed_with_what_it_started(gpu_check: ModuleType) -> None:
     options = argparse.Namespace(device="cpu", quick=True)
     rows, failure, _ = gpu_check._run_process("machine", options, 0.05)
@@ -241,8 +267,7 @@ def test_why_a_test_failed_is_at_the_end_of_what_is_kept(tmp_path: Path) -> None
     (tmp_path / "tests" / "test_failing.py").write_text(FAILING)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n")
     done = run_altered(
-        "import gpu_check_tests, pathlib\n"
-        f"gpu_check_tests.ROOT = pathlib.Path({str(tmp_path)!r})",
+        f"import gpu_check_tests, pathlib\ngpu_check_tests.ROOT = pathlib.Path({str(tmp_path)!r})",
         *("--part", "tests"),
     )
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -37,7 +37,7 @@ STRUCTS = (
 
 def reference(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "examples" / "reference.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def rows(page: str = "*") -> list[list[str]]:

@@ -64,12 +64,12 @@ def test_nodes_fetch_what_one_of_them_compiles(
     nodes = [
         replace(engine, compilation=replace(engine.compilation, cache_dir=disk)) for disk in disks
     ]
-    told = ray.get([remote.remote(node, board) for node in nodes], timeout=120)
+    told = ray.get([remote.remote(node, board) for node in nodes], timeout=600)
     assert sum(rank["compilations"] for rank in told) == num_compilations
     assert sum(rank["loaded"] for rank in told) == 2 * NUM_PIECES - num_compilations
     # Each has all artifacts on its own disk: its next start asks nobody.
     for node in nodes:
-        [again] = ray.get([remote.remote(node, None)], timeout=120)
+        [again] = ray.get([remote.remote(node, None)], timeout=600)
         assert (again["compilations"], again["cpp_builds"]) == (0, 0)
         assert again["loaded"] == NUM_PIECES
     ray.kill(board)

@@ -73,7 +73,7 @@ def spawn(script: str, log: Path, **fields: Any) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> Any:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 

@@ -106,7 +106,7 @@ def in_a_fresh_process(compiled: Any, tmp_path_factory: pytest.TempPathFactory) 
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=600,
     )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)

@@ -152,7 +152,7 @@ def test_other_layers_on_a_gpu_launch_kernels(launches: list[Any]) -> None:
     [
         (1, 8),  # no more tiles than pairs: experts without tokens have none
         (64, 64 * 8 // 16 + 128),
-        (4096, 4096 * 8 // 128 + 128),
+        (4096, 4096 * 8 // 64 + 128),
     ],
 )
 def test_experts_on_a_gpu_launch_kernels_and_read_no_value(
