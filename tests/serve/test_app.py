@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -84,6 +85,19 @@ def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
     assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == whole.choices[0].finish_reason
 
 
+@pytest.mark.feature("R07")
+def test_the_raw_bytes_of_a_stream(server: Any) -> None:
+    messages = [{"role": "user", "content": "What is 1 + 2?"}]
+    body = {"model": "lockstep-tiny", "messages": messages, "stream": True, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+    assert answer.status_code == 200
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    for event in events:
+        assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
+
+
 @pytest.mark.feature("P06")
 def test_the_decode_rank_computes_no_prompt_and_no_kv_byte_is_lost(
     server: Any, client: openai.OpenAI
@@ -109,6 +123,14 @@ def test_the_decode_rank_computes_no_prompt_and_no_kv_byte_is_lost(
     sent = grown(after, "prefill", "kv_bytes_sent")
     assert sent == grown(after, "decode", "kv_bytes_received") > 0
     assert after["prefill"][0]["pid"] != after["decode"][0]["pid"]
+
+
+@pytest.mark.feature("T01")
+def test_a_prompt_that_was_seen_is_found_in_the_prefix_cache(client: openai.OpenAI) -> None:
+    question = "Count from 31 to 44. " * 6
+    first, again = (ask(client, question, max_tokens=20) for _ in range(2))
+    assert again.usage.prompt_tokens_details.cached_tokens >= again.usage.prompt_tokens - 16
+    assert again.choices[0].message.content == first.choices[0].message.content
 
 
 def test_models_and_health(server: Any, client: openai.OpenAI) -> None:

@@ -6,17 +6,22 @@ eagerly while another process compiles, and its groups go over in between.
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import psutil
 import pytest
@@ -276,17 +281,84 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
         assert f"rank dp=1 tp=0 epoch={epoch} ended while loading: " in named
 
 
+@pytest.fixture(scope="module")
+def pools(start_shared_app: Callable[..., Any]) -> Any:
+    """An application with two pools, and too few blocks for as many sequences as may run."""
+    options = ("dtype=float32", "O=0", "max_num_seqs=32", "max_model_len=256", "num_kv_blocks=48")
+    return start_shared_app("pools", *options)
+
+
 @pytest.mark.feature("P07", "P14", "P17")
 def test_pools_that_lose_a_rank_while_kv_is_on_its_way_lose_no_request(
-    start_app: Callable[..., Any], answers: Answers, tmp_path: Path
+    pools: Any, answers: Answers, tmp_path: Path
 ) -> None:
-    app = start_app("pools", *OPTIONS, "O=0", "max_num_seqs=8")
-    with Streams(app, answers) as streams:
+    with Streams(pools, answers) as streams:
         for pool in ("prefill", "decode"):
             streams.wait_until_new()
-            strike("pools", app, pool, 0, (Place.KV, Action.KILL, ""), tmp_path)
-            assert "rank dp=0 tp=0 epoch=0 ended: " in wait_for_restart(app, pool, 1)
+            strike("pools", pools, pool, 0, (Place.KV, Action.KILL, ""), tmp_path)
+            assert "rank dp=0 tp=0 epoch=0 ended: " in wait_for_restart(pools, pool, 1)
         streams.wait_until_new()
+
+
+def drawn_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kinds: list[Any] = [
+        {"type": "boolean"},
+        {"type": "integer", "minimum": rng.randint(-99, 0), "maximum": rng.randint(1, 9999)},
+        {"type": "string", "maxLength": rng.randint(1, 9)},
+        {"enum": [rng.randint(0, 999), f"v{rng.randint(0, 999)}", None]},
+    ]
+    if depth == 0 or rng.random() < 0.3:
+        return dict(rng.choice(kinds))
+    names = [f"k{rng.randint(0, 9999)}" for _ in range(rng.randint(1, 3))]
+    return {
+        "type": "object",
+        "properties": {name: drawn_schema(rng, depth - 1) for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+def ends_within(client: openai.OpenAI, schema: dict[str, Any]) -> bool:
+    """Return whether an answer ended, which then fits; the others were cut by their length."""
+    while True:
+        try:
+            answer = client.completions.create(
+                model="lockstep-tiny",
+                prompt="Say",
+                temperature=1.0,
+                max_tokens=120,
+                extra_body={"structured_outputs": {"json": schema}},
+                timeout=900,
+            )
+        except openai.InternalServerError as error:
+            if error.status_code != 503:
+                raise
+            # The decode group is being rebuilt.
+            time.sleep(float(error.response.headers["Retry-After"]))
+            continue
+        [choice] = answer.choices
+        if choice.finish_reason == "length":
+            return False
+        jsonschema.validate(json.loads(choice.text), schema)
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.feature("R09")
+def test_hundreds_of_schemas_fit_while_a_rank_is_killed(pools: Any) -> None:
+    """32 at a time, each its own, in too few blocks for all; half way the decode rank dies."""
+    num_schemas, rng = 400, random.Random(5)
+    [before] = pools.ready_ranks("decode")
+    with pools.client() as client, ThreadPoolExecutor(32) as threads:
+        asked = [threads.submit(ends_within, client, drawn_schema(rng)) for _ in range(num_schemas)]
+        pools.wait_until(lambda: sum(each.done() for each in asked) >= num_schemas // 2)
+        os.kill(before["pid"], signal.SIGKILL)
+        num_ended = sum(each.result() for each in asked)
+    assert num_ended > 0.8 * num_schemas, "the others were cut by their length"
+    figures, _ = pools.metrics()
+    found = re.findall(r"^lockstep:num_preemptions_total\{.*?\} (\S+)$", figures, re.MULTILINE)
+    assert sum(map(float, found)) > 0
+    assert [rank["epoch"] for rank in pools.ready_ranks("decode")] == [before["epoch"] + 1]
 
 
 # Groups that serve while they compile.
@@ -418,3 +490,21 @@ def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nob
         app.wait_until_ready(LIMIT_S)
         streams.wait_for_tokens(2 * MAX_TOKENS)
     assert all(sum(rank["replays"].values()) > MAX_TOKENS for rank in debug_ranks(app))
+
+
+@pytest.mark.slow
+@pytest.mark.feature("X06")
+def test_a_compiler_that_is_killed_leaves_its_group_serving_eagerly_and_says_why(
+    start_app: Callable[..., Any], answers: Answers, tmp_path: Path
+) -> None:
+    more = ("mixed.tensor_parallel_size=2", *TRACED_ALONE)
+    app = start_early(start_app, "early-loss", tmp_path / "cache", *more)
+    with Streams(app, answers, MAX_TOKENS) as streams:
+        follower = app.ready_ranks("mixed")[1]
+        os.kill(compiler_of(follower["pid"]), signal.SIGKILL)
+        app.wait_until_ready()  # nothing is waited for any more
+        streams.wait_for_tokens(2 * MAX_TOKENS)
+    errors = [rank["compile_error"] for rank in app.ranks("mixed")]
+    assert errors == ["", "the process that compiles was ended by SIGKILL"]
+    assert set(stages(app)) == {0}
+    assert app.get("/ready")[1]["loading"] == []

@@ -16,7 +16,8 @@ import pytest
 
 from compile import environment
 from compile.cache.artifacts import read_checked, write_checked
-from compile.cache.index import INDEX, CompileCache, Index, root_directory
+from compile.cache.index import INDEX, CompileCache, Index, nearest_factors, root_directory
+from compile.cache.key import hash_factors
 from compile.config import CompilationConfig
 
 
@@ -311,3 +312,20 @@ def test_a_miss_says_which_factor_differs_from_the_nearest_directory(
     ]
     assert missed.misses == [f"ATEN_CPU_CAPABILITY:  -> avx2 (since {nearest})"]
     assert missed.misses[0] in caplog.text
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_the_nearest_directory_is_the_one_with_the_fewest_differences(
+    tmp_path: Path, wanted: int
+) -> None:
+    factors = {name: "same" for name in "abcdef"}
+    for number in range(4):
+        # The wanted one differs in one factor, the others in more.
+        num_changes = 1 + (number - wanted) % 4
+        changed = factors | {name: f"other {number}" for name in list(factors)[:num_changes]}
+        directory = tmp_path / hash_factors(changed)
+        directory.mkdir()
+        (directory / "cache_key_factors.json").write_text(json.dumps(changed))
+    found = nearest_factors(tmp_path, factors)
+    assert found is not None
+    assert found[1] == {**factors, "a": f"other {wanted}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,24 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for directory in found.values():
         directory.mkdir()
     return found
+
+
+@pytest.mark.feature("H02")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_handle_is_plain_data_without_a_place_that_another_compiler_of_the_kind_loads(
+    name: str, graph: fx.GraphModule, inputs: list[torch.Tensor], directories: dict[str, Path]
+) -> None:
+    compiler, other = (make_compiler(CompilationConfig(level=3, compiler=name)) for _ in range(2))
+    for each in (compiler, other):
+        each.initialize_cache(str(directories[name]))
+    code = graph.code
+    runnable, handle = compiler.compile(graph, inputs, {}, "key")
+    assert graph.code == code, "the graph is left as it was"
+    assert handle is not None and tuple(json.loads(json.dumps(handle))) == handle
+    assert handle[0] == "key" and "/" not in handle[1]
+    assert (directories[name] / handle[1]).is_file()
+    with counter.expect(num_inductor_compiles=0, num_eager_compiles=0, num_cpp_builds=0):
+        assert agrees(other.load(handle), inputs) and agrees(runnable, inputs)
 
 
 @pytest.mark.feature("H02")
