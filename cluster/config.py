@@ -13,7 +13,7 @@ from compile.config import CompilationConfig
 from compile.errors import FieldError
 
 PLACEMENT_TIMEOUT_S = 30.0
-"""How long a placement group may take to become ready before the start fails."""
+"""How long replicas may wait to be placed before `/ready` says what they lack."""
 DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
 

@@ -128,7 +128,8 @@ class StartWatch:
         """Begin, on a thread of its own; it waits for Ray."""
         interrupt = signal.SIGINT
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if is_main and is_ignored and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             interrupt = signal.SIGUSR1  # the background of a script ignores the other
             signal.signal(interrupt, signal.default_int_handler)
         threading.Thread(target=self._watch, args=(interrupt,), daemon=True).start()

@@ -29,6 +29,7 @@ from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from compile.errors import FieldError
@@ -126,7 +127,8 @@ def _listener(port: int) -> str:
 
 def drain_at_exit(timeout_s: float) -> None:
     """Drain when this process exits, as it then does on SIGHUP unless that is ignored (nohup)."""
-    if (context := click.get_current_context(silent=True)) is not None:
+    context = click.get_current_context(silent=True)
+    if context is not None and context.command.name == "run":
         context.call_on_close(partial(drain, timeout_s))
     else:  # a program of the user's own; before Ray's function, since the order is reversed
         atexit.register(drain, timeout_s)
@@ -146,7 +148,7 @@ def drain(timeout_s: float) -> None:
     signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM
     try:
         _wait_for(_ingresses(), timeout_s)
-    except (TimeoutError, RayError) as error:
+    except (TimeoutError, RayError, RayServeException) as error:
         why = str(error).strip().partition("\n")[0]
         _say(f"draining: an ingress did not say what it answers, which is cut off: {why}")
 

@@ -106,8 +106,8 @@ class KVReader(Protocol):
         release."""
 
     def cancel(self, request_id: str) -> None:
-        """Stop as soon as possible and release the handoff; a started read still comes out of
-        `take_finished`, when it no longer writes."""
+        """Stop as soon as possible and release the handoff, unless it has ended; a started read
+        still comes out of `take_finished`, when it no longer writes."""
 
     def take_finished(self) -> list[ReadEnded]: ...
 

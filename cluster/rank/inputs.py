@@ -232,7 +232,7 @@ class StepInputs:
         self._row_temperature[row] = admission.temperature
         self._row_top_k[row] = admission.top_k
         # A mass that float32 rounds to 0 would keep no token.
-        self._row_top_p[row] = max(admission.top_p, np.finfo(np.float32).tiny)
+        self._row_top_p[row] = max(admission.top_p, float(np.finfo(np.float32).tiny))
         self._row_min_p[row] = admission.min_p
         self._row_seed[row] = admission.seed
         self._row_num_logprobs[row] = admission.num_logprobs

@@ -105,8 +105,11 @@ class BlockStore:
             return
         staged = self._pinned(len(ids))
         with torch.cuda.stream(self._stream):
-            filled = self._fillers.map(_fill, staged, blocks)
-            for row, i, _ in zip(staged, ids, filled, strict=True):
+            filled = [
+                self._fillers.submit(_fill, *each) for each in zip(staged, blocks, strict=True)
+            ]
+            for row, i, each in zip(staged, ids, filled, strict=True):
+                each.result()
                 self._rows[i].copy_(row, non_blocking=True)
         self._stream.synchronize()
 
