@@ -1,8 +1,5 @@
-"""`EngineConfig`: everything an engine is told, frozen and resolved once.
-
-Bounds of single fields are those of the arguments that they come from; what fields say together is
-checked here.
-"""
+"""`EngineConfig`: everything an engine is told, frozen and resolved once. Bounds of single fields
+are those of the arguments that they come from; what fields say together is checked here."""
 
 from __future__ import annotations
 

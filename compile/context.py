@@ -1,7 +1,5 @@
-"""The forward context: what an opaque op may know about the step without an argument.
-
-Ops take tensors and their layer's name alone, so the traced graph does not depend on the batch.
-"""
+"""The forward context: what an opaque op may know about the step without an argument. Ops take
+tensors and their layer's name alone, so the traced graph does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -29,18 +27,14 @@ class KVCacheTensor:
 @dataclass(frozen=True)
 class DPMetadata:
     """Token counts of the data-parallel ranks in a step, padding included (after ATOM and vLLM).
-
-    Invariant: every field is identical on every rank; there are several ranks, each with tokens.
-    """
+    Invariant: every field is identical on every rank; there are several ranks, each with tokens."""
 
     num_tokens_across_dp: tuple[int, ...]
 
     @classmethod
     def make(cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int) -> DPMetadata:
-        """Return the counts for a rank that runs `num_tokens`.
-
-        Raises ValueError if it runs another number of tokens than the others believe.
-        """
+        """Return the counts for a rank that runs `num_tokens`. Raises ValueError if it runs another
+        number of tokens than the others believe."""
         if num_tokens_across_dp[dp_rank] != num_tokens:
             wanted = f"{num_tokens_across_dp[dp_rank]} as all ranks agreed"
             raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
@@ -59,9 +53,7 @@ class DPMetadata:
 @dataclass(frozen=True)
 class Context:
     """Facts about the step. Ops in a replayed graph see those of the capture, on padding alone.
-
-    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one.
-    """
+    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one."""
 
     is_prefill: bool = False
     """Not all sequences decode."""

@@ -1,7 +1,5 @@
-"""Register a Python function as an opaque torch op, into which tracing does not look.
-
-An integer argument becomes a SymInt, so that a graph serves all its values.
-"""
+"""Register a Python function as an opaque torch op, into which tracing does not look. An integer
+argument becomes a SymInt, so that a graph serves all its values."""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 
 class BatchDescriptor(NamedTuple):
     """The key of a captured graph, and the sizes that ranks pad a step to if they pad at all.
-
-    Invariant: a full graph of decode steps has `num_tokens` == `num_seqs` x query length.
-    """
+    Invariant: a full graph of decode steps has `num_tokens` == `num_seqs` x query length."""
 
     num_tokens: int
     """Of the longest rank."""
@@ -116,10 +114,8 @@ def _full_mixed(
 
 
 def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return batch sizes to capture, ascending and each once, before any is dropped (ATOM).
-
-    One value N of `graph_sizes` stands for 1, 2, 4, 8 and every 16th up to N; `explicit` wins.
-    """
+    """Return batch sizes to capture, ascending and each once, before any is dropped (ATOM). One
+    value N of `graph_sizes` stands for 1, 2, 4, 8 and every 16th up to N; `explicit` wins."""
     if explicit is not None:
         return ascending(explicit)
     if len(graph_sizes) == 1:

@@ -100,11 +100,9 @@ gather = direct_register_custom_op("gather", _gather, mutates_args=["parts"])
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size` ranks that hold a model together.
-
-    Experts are spread over a grid: these ranks, which compute the same tokens, times the
-    data-parallel ranks, which compute others. Each holds whole experts, as many as any other.
-    """
+    """Rank `rank` of `size` ranks that hold a model together. Experts are spread over a grid: these
+    ranks, which compute the same tokens, times the data-parallel ranks, which compute others. Each
+    holds whole experts, as many as any other."""
 
     rank: int = 0
     size: int = 1

@@ -63,11 +63,9 @@ class LinearRope:
 
 @dataclass(frozen=True)
 class DynamicRope:
-    """A base that grows with the sequence beyond `original_len` (dynamic NTK scaling).
-
-    A cached key keeps the angles of the length at which it was computed: a longer prompt's would
-    depend on its length, and is refused.
-    """
+    """A base that grows with the sequence beyond `original_len` (dynamic NTK scaling). A cached key
+    keeps the angles of the length at which it was computed: a longer prompt's would depend on its
+    length, and is refused."""
 
     theta: float
     factor: float

@@ -59,10 +59,8 @@ class Overloaded(Exception):
 
 
 class Shares:
-    """How much of one thing each client holds, and who lacks some.
-
-    Invariant: `total` is the sum of what clients hold.
-    """
+    """How much of one thing each client holds, and who lacks some. Invariant: `total` is the sum of
+    what clients hold."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -164,11 +162,9 @@ class AdmissionSlot:
 
 
 class Admission:
-    """The slots of one ingress.
-
-    Invariant: `num_live` is the sum of all slots' sequences, `num_bytes` that of their bytes.
-    A request that has left holds nothing, no matter what is still done with its slot.
-    """
+    """The slots of one ingress. Invariant: `num_live` is the sum of all slots' sequences,
+    `num_bytes` that of their bytes. A request that has left holds nothing, no matter what is still
+    done with its slot."""
 
     def __init__(
         self,
@@ -247,10 +243,8 @@ class Admission:
     # Who goes.
 
     def _evict(self, now: float, may_go: Callable[[AdmissionSlot], int]) -> bool:
-        """Take a slot from a body that is not complete; return whether there was one.
-
-        may_go: the higher, the sooner it goes; 0: not at all.
-        """
+        """Take a slot from a body that is not complete; return whether there was one. may_go: the
+        higher, the sooner it goes; 0: not at all."""
         read = (slot for slot in self._slots if slot.on_evicted is not None)
         slot = max(read, key=lambda slot: (may_go(slot), slot.num_bytes), default=None)
         if slot is None or slot.on_evicted is None or not may_go(slot):

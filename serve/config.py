@@ -1,7 +1,5 @@
-"""What `deploy` and `LLM` run, resolved from their arguments, the model and the machine.
-
-Every error is one line, `FIELD: wanted ..., found ...`, and is raised before anything is started.
-"""
+"""What `deploy` and `LLM` run, resolved from their arguments, the model and the machine. Every
+error is one line, `FIELD: wanted ..., found ...`, and is raised before anything is started."""
 
 from __future__ import annotations
 
@@ -102,11 +100,8 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class DeployConfig:
-    """Everything that a deployment is built from.
-
-    Invariant: `pools` is (prefill, decode) or (mixed,); `config_hash` is equal in all processes
-    that may talk to each other.
-    """
+    """Everything that a deployment is built from. Invariant: `pools` is (prefill, decode) or
+    (mixed,); `config_hash` is equal in all processes that may talk to each other."""
 
     model_path: str
     pools: tuple[PoolConfig, ...]
@@ -341,10 +336,8 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
 
 
 def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
-    """Identify what two processes must agree on before they exchange tokens or KV.
-
-    Of compilation, what was asked of all pools counts: each pool resolves that by itself.
-    """
+    """Identify what two processes must agree on before they exchange tokens or KV. Of compilation,
+    what was asked of all pools counts: each pool resolves that by itself."""
     compilation = CompilationConfig(**args.compilation).to_dict()
     facts = (
         PROTOCOL_VERSION,

@@ -98,10 +98,8 @@ class LLM:
         **options: Any,
     ) -> None:
         """Load a checkpoint; None is the bundled one. FieldError for what cannot be used.
-
         `compilation_config` is a configuration, its fields (also as JSON), or a level; `options`
-        are arguments of `deploy` that concern one engine.
-        """
+        are arguments of `deploy` that concern one engine."""
         if model is not None:
             options["model"] = str(model)
         if compilation_config is not None:

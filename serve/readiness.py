@@ -85,11 +85,9 @@ class Readiness:
     def see(
         self, body: dict[str, Any], free: Mapping[str, float], now: float, *, is_board_new: bool
     ) -> bool:
-        """Take what the board says of all; return whether that is news.
-
-        A board that is new may not have heard of all yet. `free`: the cluster's resources that are
-        not reserved, where pools are late.
-        """
+        """Take what the board says of all; return whether that is news. A board that is new may not
+        have heard of all yet. `free`: the cluster's resources that are not reserved, where pools
+        are late."""
         self._heard_at = now
         missing = self._missing(body, free, now)
         if missing and is_board_new and self.body["status"] != "loading":
@@ -150,10 +148,8 @@ def _num_placed(body: dict[str, Any], pool: str) -> int:
 
 
 def _why_down(pool: dict[str, Any]) -> str:
-    """Return why a pool serves nobody and will not do so by itself soon; empty if it does.
-
-    None of its replicas serves, and one has failed, or its watchdog called a step of it stuck.
-    """
+    """Return why a pool serves nobody and will not do so by itself soon; empty if it does. None of
+    its replicas serves, and one has failed, or its watchdog called a step of it stuck."""
     replicas = [replica for replica in pool["replicas"] if replica["state"] != OUTDATED]
     if any(replica["state"] == "ready" for replica in replicas):
         return ""
@@ -181,9 +177,7 @@ def _part(what: str, entries: list[dict[str, Any]]) -> str:
 
 class StartLog:
     """What is logged of an application that starts, rebuilds a group or compiles while it serves.
-
-    Ray brings the ingress's log to the console of `serve run`.
-    """
+    Ray brings the ingress's log to the console of `serve run`."""
 
     def __init__(
         self,

@@ -46,9 +46,7 @@ takes seconds on a busy machine."""
 
 def listen(host: str | None, port: int | None) -> None:
     """Have this `serve run` listen there once it has called `ray.init`; None: where Serve does.
-
-    FieldError where one is given, and Serve's address is not for `deploy` to choose.
-    """
+    FieldError where one is given, and Serve's address is not for `deploy` to choose."""
     fields = {"host": host, "port": port}
     given = {name: value for name, value in fields.items() if value is not None}
     context = click.get_current_context(silent=True)
@@ -91,10 +89,8 @@ def check_same(given: dict[str, str | int], running: HTTPOptions) -> None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise `FieldError` unless a server can listen there.
-
-    HAProxy itself would not notice: it shares a port with another HAProxy of the same user.
-    """
+    """Raise `FieldError` unless a server can listen there. HAProxy itself would not notice: it
+    shares a port with another HAProxy of the same user."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Connections of a server that has ended do not count: SO_REUSEADDR is set.
@@ -136,11 +132,9 @@ def drain_at_exit(timeout_s: float) -> None:
 
 
 def drain(timeout_s: float) -> None:
-    """Have every application refuse new requests; return once those that run have ended.
-
-    What still runs after `timeout_s` is cut off. Does nothing where the cluster does not end with
-    this process, or no application is left, as after Ctrl-C.
-    """
+    """Have every application refuse new requests; return once those that run have ended. What still
+    runs after `timeout_s` is cut off. Does nothing where the cluster does not end with this
+    process, or no application is left, as after Ctrl-C."""
     if not (ray.is_initialized() and has_started_cluster()):
         return
     signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM

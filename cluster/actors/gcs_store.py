@@ -30,10 +30,8 @@ def _put(key: str, data: bytes, *, overwrite: bool = True) -> None:
 
 def application_secret(app_name: str) -> bytes:
     """Return the secret of an application: random, and one for all processes and deployments of it.
-
     The first process to look for it puts it there. A random argument of deployments would differ at
-    each `serve deploy`, and Serve would restart every replica.
-    """
+    each `serve deploy`, and Serve would restart every replica."""
     if not internal_kv._internal_kv_initialized():
         raise RuntimeError("secret: wanted a process that is connected to Ray, found none")
     key = f"secret:{app_name}"

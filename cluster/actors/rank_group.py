@@ -72,10 +72,8 @@ class CallEnd:
 
 class RankHandle(Protocol):
     """One rank, as its group's owner calls it. A call is made at once, and its end never raises.
-
     The values are those of `RankActor`. `run` ends with the rank. `stop` tells a leader to end the
-    group between two steps; `kill` ends the process even inside a collective.
-    """
+    group between two steps; `kill` ends the process even inside a collective."""
 
     def meet(self) -> Awaitable[CallEnd]: ...
     def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]: ...
@@ -90,10 +88,8 @@ Calls = dict[RankPlace, asyncio.Future[CallEnd]]
 
 
 class RankGroup:
-    """The ranks of one group under one epoch.
-
-    Invariant: `inboxes[d]` is the endpoint of data-parallel rank d's leader.
-    """
+    """The ranks of one group under one epoch. Invariant: `inboxes[d]` is the endpoint of
+    data-parallel rank d's leader."""
 
     def __init__(
         self,
@@ -165,11 +161,9 @@ class RankGroup:
         raise RankDied(f"{name} ended {when}: {end.cause}", end.verdict) from end.error
 
     async def wait_for_end(self) -> str:
-        """Wait until a rank ends and return which one is to blame and why.
-
-        That is the first to end, unless another turns out to have died, or most ranks name another.
-        Unless the group was told to stop, all other ranks are killed.
-        """
+        """Wait until a rank ends and return which one is to blame and why. That is the first to
+        end, unless another turns out to have died, or most ranks name another. Unless the group was
+        told to stop, all other ranks are killed."""
         runs = dict(zip(self.places, self.runs, strict=True))
         found = await _first_to_end(runs, self.watch(), is_end=lambda end: True)
         if not self._is_stopping:

@@ -52,11 +52,9 @@ DEBUG_S = 3.0
 
 
 class RayMetrics:
-    """One application's metrics once more, for those who scrape Ray's own endpoints.
-
-    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there. All are set
-    as gauges, because a Ray counter starts at zero with its process and a total does not.
-    """
+    """One application's metrics once more, for those who scrape Ray's own endpoints. Ray's names
+    take no colon: `lockstep:steps_total` is `lockstep_steps_total` there. All are set as gauges,
+    because a Ray counter starts at zero with its process and a total does not."""
 
     def __init__(self, described: Described) -> None:
         self._described = described
@@ -86,9 +84,7 @@ class RayMetrics:
 
 class StatusBoard:
     """The last report of every pool replica, by pool and replica id, and the totals of all.
-
-    Invariant: `metrics` returns no total that was not kept before.
-    """
+    Invariant: `metrics` returns no total that was not kept before."""
 
     def __init__(
         self,
@@ -311,9 +307,7 @@ class ReplicaBoard:
 
     async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
         """Push a report, or nothing while there is no board; its actors when they are new there.
-
-        Waits for the answer, because only that shows whether the board died with its ingress.
-        """
+        Waits for the answer, because only that shows whether the board died with its ingress."""
         try:
             if self._board is None:
                 self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)

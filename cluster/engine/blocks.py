@@ -48,10 +48,8 @@ def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_block
 
 class BlockManager:
     """Owns the blocks 1..num_blocks of a pool; block 0 is scratch for padding and never given out.
-
-    Invariant: a block is in the free list exactly when its reference count is 0, and a block's
-    hash is known exactly while the cache points from that hash to it.
-    """
+    Invariant: a block is in the free list exactly when its reference count is 0, and a block's hash
+    is known exactly while the cache points from that hash to it."""
 
     def __init__(
         self,
@@ -95,12 +93,9 @@ class BlockManager:
         return max(num_computed - self.sliding_window + 1, 0) // self.block_size
 
     def match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks of the sequence's longest head; changes nothing.
-
-        The last token is never covered, because it must be computed to get logits; so must all
-        others if their log-probabilities are wanted. Blocks that the next token does not read are
-        scratch.
-        """
+        """Return the cached blocks of the sequence's longest head; changes nothing. The last token
+        is never covered, because it must be computed to get logits; so must all others if their
+        log-probabilities are wanted. Blocks that the next token does not read are scratch."""
         if not self._is_looked_up(seq):
             return []
         num_blocks = (seq.num_tokens - 1) // self.block_size

@@ -18,11 +18,9 @@ class CannotCompile(RuntimeError):
 
 
 class CompileSwitch:
-    """One rank's stage.
-
-    Invariant: `stage` is what the last agreement named, and `is_over` if no stage follows. Steps
-    dispatch over `captured`, which is equal on all ranks and empty before the last stage.
-    """
+    """One rank's stage. Invariant: `stage` is what the last agreement named, and `is_over` if no
+    stage follows. Steps dispatch over `captured`, which is equal on all ranks and empty before the
+    last stage."""
 
     def __init__(
         self, captured: CapturedGraphs | None = None, *, last_stage: int = 0, num_followers: int = 0

@@ -14,10 +14,8 @@ from cluster.wire.messages import StepAgreement, StepPlan, checksum
 
 
 class StepDivergence(RuntimeError):
-    """One rank's step is not another's; the message's last line names rank, step and field.
-
-    The lines before it are the end of the step log of the rank that found out.
-    """
+    """One rank's step is not another's; the message's last line names rank, step and field. The
+    lines before it are the end of the step log of the rank that found out."""
 
     def __init__(
         self,

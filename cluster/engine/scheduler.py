@@ -620,11 +620,9 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class _HeadNeed:
-    """What the head of the queue needs, by what was cached of it when it was looked up.
-
-    To look up a long prompt's blocks takes a millisecond: that is done only when as many blocks are
-    free as it needs, or when the first block that was missing is cached.
-    """
+    """What the head of the queue needs, by what was cached of it when it was looked up. To look up
+    a long prompt's blocks takes a millisecond: that is done only when as many blocks are free as it
+    needs, or when the first block that was missing is cached."""
 
     seq: Sequence
     num_known: int

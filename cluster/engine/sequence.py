@@ -1,8 +1,5 @@
 """A sequence: one request's tokens and how far an engine has got with them; and a step's `Batch` of
-them.
-
-`token_ids` only ever grows, so whatever was derived from its head stays right.
-"""
+them. `token_ids` only ever grows, so whatever was derived from its head stays right."""
 
 from __future__ import annotations
 
@@ -150,11 +147,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The sequences of one step with how many tokens each computes.
-
-    Invariant: `budget` is what is left of the step's tokens; sequences with a single new token
-    come first in the plan, so that ranks find all decodes together.
-    """
+    """The sequences of one step with how many tokens each computes. Invariant: `budget` is what is
+    left of the step's tokens; sequences with a single new token come first in the plan, so that
+    ranks find all decodes together."""
 
     budget: int
     new_blocks: list[NewBlocks] = field(default_factory=list)

@@ -100,11 +100,9 @@ class Watchdog:
         return None if silent_s[longest] > STALE_AFTER_S else self._stuck(now)
 
     def _stuck(self, now: float) -> str | None:
-        """Name the rank that is furthest behind, once it has been there for too long.
-
-        One that waits, or sleeps, may have done so for hours: what counts then is how long another
-        rank has been in its phase.
-        """
+        """Name the rank that is furthest behind, once it has been there for too long. One that
+        waits, or sleeps, may have done so for hours: what counts then is how long another rank has
+        been in its phase."""
         beats = [beat for beat in self._beats if beat is not None]
         if len(beats) < len(self._names):
             return None

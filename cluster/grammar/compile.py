@@ -99,17 +99,13 @@ def _library_text(make: Any, *args: Any, **kwargs: Any) -> str:
 
 
 class Vocabulary:
-    """A model's tokens as bytes. Immutable; any thread may compile with it.
-
-    The library has one token that stands for the end of a text. Here it is a special token whose
-    bit is moved to those that end a sequence, which a request names.
-    """
+    """A model's tokens as bytes. Immutable; any thread may compile with it. The library has one
+    token that stands for the end of a text. Here it is a special token whose bit is moved to those
+    that end a sequence, which a request names."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int = 0) -> None:
-        """Load a tokenizer.json, for a model of at least `vocab_size` tokens.
-
-        Takes some 5 ms for each thousand tokens, and holds the interpreter's lock meanwhile.
-        """
+        """Load a tokenizer.json, for a model of at least `vocab_size` tokens. Takes some 5 ms for
+        each thousand tokens, and holds the interpreter's lock meanwhile."""
         try:
             text = tokenizer_json.read_text(encoding="utf-8")
             found = json.loads(text)

@@ -42,10 +42,8 @@ class MaskedRow:
 
 
 class CompiledGrammar:
-    """A grammar that is ready; its matchers share what they learn of it.
-
-    `is_spent`: one of them has spent the grammar's budget, and others would too.
-    """
+    """A grammar that is ready; its matchers share what they learn of it. `is_spent`: one of them
+    has spent the grammar's budget, and others would too."""
 
     def __init__(self, template: LLMatcher) -> None:
         self._template = template
@@ -64,9 +62,7 @@ class CompiledGrammar:
 
 class Matcher:
     """One sequence's place in its grammar: it follows from the output tokens that it was given.
-
-    `error` is set by the thread that fills masks: no token fits, or the budget is spent.
-    """
+    `error` is set by the thread that fills masks: no token fits, or the budget is spent."""
 
     def __init__(self, grammar: CompiledGrammar, end_token_ids: tuple[int, ...]) -> None:
         self.grammar = grammar

@@ -63,10 +63,8 @@ class LinkAddress:
 
 
 class ListenLink:
-    """The end that the other rank connects to.
-
-    Invariant: from `await_hello` on, all that is sent and received is the peer's.
-    """
+    """The end that the other rank connects to. Invariant: from `await_hello` on, all that is sent
+    and received is the peer's."""
 
     def __init__(
         self, context: Context, credentials: Credentials, name: str, host: str | None

@@ -120,11 +120,9 @@ class _Lease:
 
 
 class KVHolder:
-    """The handoffs of a prefill rank and their leases.
-
-    Invariant: a handoff is held, or ended once and for all; each ended one comes out of
-    `take_ended` exactly once. `clock` must never go back.
-    """
+    """The handoffs of a prefill rank and their leases. Invariant: a handoff is held, or ended once
+    and for all; each ended one comes out of `take_ended` exactly once. `clock` must never go
+    back."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.lease_s = lease_s

@@ -75,10 +75,8 @@ class _Pull:
 
 
 class KVPulls:
-    """All reads of one rank.
-
-    Invariant: a started read reports exactly once, after its last write.
-    """
+    """All reads of one rank. Invariant: a started read reports exactly once, after its last
+    write."""
 
     def __init__(
         self,

@@ -254,10 +254,8 @@ class MetricsSnapshot:
 
 @dataclass(frozen=True)
 class Sample:
-    """One series of a metric: the values of its labels, and its value.
-
-    Of a histogram `value` is the sum, and `buckets` has for each upper bound how many lie below.
-    """
+    """One series of a metric: the values of its labels, and its value. Of a histogram `value` is
+    the sum, and `buckets` has for each upper bound how many lie below."""
 
     labels: tuple[str, ...]
     value: float

@@ -89,11 +89,9 @@ def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class StaticBuffer:
-    """One tensor on the device whose address never changes, and the host arrays that fill it.
-
-    From the staging's `allocate` on, `host` is the array to fill in this step; what it holds of
-    earlier steps is undefined.
-    """
+    """One tensor on the device whose address never changes, and the host arrays that fill it. From
+    the staging's `allocate` on, `host` is the array to fill in this step; what it holds of earlier
+    steps is undefined."""
 
     host: npt.NDArray[Any]
     hosts: list[npt.NDArray[Any]]

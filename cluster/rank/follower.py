@@ -51,10 +51,8 @@ class PlanReceiver(Protocol):
 
 
 class FollowerLoop:
-    """What one follower does from its first step to its last.
-
-    Invariant: every step that its leader sends is executed in order, or `run` raises.
-    """
+    """What one follower does from its first step to its last. Invariant: every step that its leader
+    sends is executed in order, or `run` raises."""
 
     def __init__(
         self,

@@ -83,11 +83,8 @@ class StepOutput(NamedTuple):
 
 
 class StepForward:
-    """The model's forward with its graphs.
-
-    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `switch`, and
-    so `captured`, is equal on all ranks of the group.
-    """
+    """The model's forward with its graphs. Invariant: inputs come from one `StepInputs`, whose
+    addresses graphs rely on; `switch`, and so `captured`, is equal on all ranks of the group."""
 
     def __init__(
         self,
@@ -146,11 +143,9 @@ class StepForward:
 
     @torch.inference_mode()
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
-        """Run the model once on padding, which traces and compiles it, or loads what was.
-
-        If the rank serves while it compiles, and not all ranks find what was compiled, the model
-        runs as it is written, and `switch` has stages left.
-        """
+        """Run the model once on padding, which traces and compiles it, or loads what was. If the
+        rank serves while it compiles, and not all ranks find what was compiled, the model runs as
+        it is written, and `switch` has stages left."""
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
         if progress is not None and is_compiled:
@@ -433,11 +428,9 @@ class StepForward:
             return StepOutput(hidden, self._score(hidden))
 
     def _run_pieces(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor:
-        """Run a step of replayed pieces, and note how much of its host time they take.
-
-        The rest is spent between them, in prefill by attention. On a GPU a replay takes as long as
-        its launch.
-        """
+        """Run a step of replayed pieces, and note how much of its host time they take. The rest is
+        spent between them, in prefill by attention. On a GPU a replay takes as long as its
+        launch."""
 
         replayed_s = 0.0
 

@@ -111,10 +111,8 @@ class KVConnector:
 
 
 class Rank(ABC):
-    """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
-
-    Any thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers.
-    """
+    """A leader or a follower: its runner, what moves its KV, and what wakes its step thread. Any
+    thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers."""
 
     def __init__(
         self,

@@ -36,11 +36,8 @@ class Counted:
 
 
 class RowRulesTables:
-    """Logit rules of all rows.
-
-    Invariant: a row without a rule has bias 0, no stop tokens to mask and penalties that change
-    nothing; only rows with penalties have true counts.
-    """
+    """Logit rules of all rows. Invariant: a row without a rule has bias 0, no stop tokens to mask
+    and penalties that change nothing; only rows with penalties have true counts."""
 
     def __init__(self, rows: int, tokens: int, vocab_size: int, staging: Staging) -> None:
         self._shape = (rows, vocab_size)

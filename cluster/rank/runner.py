@@ -63,10 +63,8 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Executes step plans on one rank.
-
-    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0.
-    """
+    """Executes step plans on one rank. Invariant: the KV pool has `num_blocks` blocks beside the
+    scratch block 0."""
 
     def __init__(
         self,
@@ -76,10 +74,8 @@ class ModelRunner:
         storage: Callable[[int], memoryview | None] | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """Load the model, compile it, allocate the KV pool and capture graphs.
-
-        `storage` returns memory of so many bytes for the pool; `wake` wakes the step thread.
-        """
+        """Load the model, compile it, allocate the KV pool and capture graphs. `storage` returns
+        memory of so many bytes for the pool; `wake` wakes the step thread."""
         config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
         self.shard = group.shard
@@ -250,10 +246,8 @@ class ModelRunner:
     def _logits(
         self, output: StepOutput, batch: StepBatch, plan: StepPlan
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the sampled rows' logits, and their likeliest tokens if a graph found them.
-
-        Which of the two ways it goes follows from agreement and plan: one of them is a collective.
-        """
+        """Return the sampled rows' logits, and their likeliest tokens if a graph found them. Which
+        of the two ways it goes follows from agreement and plan: one of them is a collective."""
         if output.scored is None:
             return self.model.compute_logits(output.hidden[batch.logits_index]), None
         logits, likeliest = output.scored

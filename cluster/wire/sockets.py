@@ -214,10 +214,8 @@ class Budget:
 
 
 def node_id() -> str:
-    """Return what two processes share exactly when one can open the other's /proc entries.
-
-    The boot id alone is the same in two containers that do not see each other's processes.
-    """
+    """Return what two processes share exactly when one can open the other's /proc entries. The boot
+    id alone is the same in two containers that do not see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 

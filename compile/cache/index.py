@@ -154,11 +154,9 @@ class CompileCache:
     def open(
         cls, scope: CompileScope, prefix: str, traced_files: Iterable[str] | None = None
     ) -> CompileCache | None:
-        """Return the cache of the forward called `prefix`; None if there is none to use.
-
-        Before tracing `traced_files` is None, and the answer what an earlier start left, if nothing
-        has changed since.
-        """
+        """Return the cache of the forward called `prefix`; None if there is none to use. Before
+        tracing `traced_files` is None, and the answer what an earlier start left, if nothing has
+        changed since."""
         if is_compile_cache_disabled():
             return None
         if not re.fullmatch(r"\w[\w.-]*", prefix):

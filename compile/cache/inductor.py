@@ -80,10 +80,8 @@ class _Source(NamedTuple):
 
 
 class InductorAdaptor(CompilerInterface):
-    """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
-
-    Invariant: no guard on sizes is evaluated: what was compiled for a range is called for it alone.
-    """
+    """Compiles with `compile_fx` and takes the artifact from the caches that it filled. Invariant:
+    no guard on sizes is evaluated: what was compiled for a range is called for it alone."""
 
     name = "inductor"
 
@@ -145,10 +143,8 @@ class InductorAdaptor(CompilerInterface):
             return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
 
     def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
-        """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved.
-
-        Raises NotSaveableError if it cannot be.
-        """
+        """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved. Raises
+        NotSaveableError if it cannot be."""
         from torch._inductor import compile_fx
         from torch._inductor.standalone_compile import CacheCompiledArtifact
 

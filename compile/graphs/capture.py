@@ -229,10 +229,8 @@ def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Collect now and not inside: a finalizer there may undo a capture.
-
-    What exists now is set aside; otherwise each collection inside would take 100 ms.
-    """
+    """Collect now and not inside: a finalizer there may undo a capture. What exists now is set
+    aside; otherwise each collection inside would take 100 ms."""
     was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.disable()
@@ -255,10 +253,8 @@ def _capture(
     *,
     is_first: bool,
 ) -> None:
-    """Run a case eagerly, then once as the step that it is captured for.
-
-    What the warm-ups of a mode's first and largest case took is released before it fills the pool.
-    """
+    """Run a case eagerly, then once as the step that it is captured for. What the warm-ups of a
+    mode's first and largest case took is released before it fills the pool."""
     context = case.prepare()
     eager = replace(context, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
     captured = replace(context, cudagraph_runtime_mode=case.mode, batch_descriptor=case.descriptor)
@@ -281,10 +277,8 @@ MIN_GRAPH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CaptureTrial:
-    """What the largest graphs of a mode took when they were captured for trial.
-
-    Invariant: `sizes` are the token counts of all graphs of the mode, descending.
-    """
+    """What the largest graphs of a mode took when they were captured for trial. Invariant: `sizes`
+    are the token counts of all graphs of the mode, descending."""
 
     sizes: tuple[int, ...]
     first_bytes: int
@@ -300,10 +294,8 @@ def capture_trials(
     synchronize: Callable[[], None],
     used_bytes: Callable[[], int],
 ) -> list[CaptureTrial]:
-    """Capture the two largest graphs of each mode, measure them, and forget them.
-
-    `cases`: the same on all ranks, those of a mode side by side, largest first.
-    """
+    """Capture the two largest graphs of each mode, measure them, and forget them. `cases`: the same
+    on all ranks, those of a mode side by side, largest first."""
     trials = []
     for _, same_mode in groupby(cases, key=lambda case: case.mode):
         graphs, grown, before = list(same_mode), [0, 0], used_bytes()
@@ -317,11 +309,9 @@ def capture_trials(
 
 
 def estimate_graph_bytes(trials: Iterable[CaptureTrial], *, policy: PoolPolicy = "shared") -> int:
-    """Return the memory to reserve for graphs before the rest goes to the KV cache.
-
-    In a shared pool the largest graph of any mode pays for tensors, and each further one for
-    itself alone, which the second one shows (vLLM). Separate pools grow with each size.
-    """
+    """Return the memory to reserve for graphs before the rest goes to the KV cache. In a shared
+    pool the largest graph of any mode pays for tensors, and each further one for itself alone,
+    which the second one shows (vLLM). Separate pools grow with each size."""
     held = [trial for trial in trials if trial.sizes]
     further = sum((len(t.sizes) - 1) * max(t.second_bytes, MIN_GRAPH_BYTES) for t in held)
     if policy == "shared":

@@ -40,9 +40,7 @@ class GraphPool(Protocol):
 
     def release_cache(self) -> None:
         """Give the device what its allocator keeps and nothing uses, which a capture cannot take.
-
-        Allocating it anew waits for the device, so this is not for every graph.
-        """
+        Allocating it anew waits for the device, so this is not for every graph."""
 
     def weak_ref(self, value: Any) -> Any:
         """Return `value` with aliases for its tensors, which keep no memory in use."""

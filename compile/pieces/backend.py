@@ -102,10 +102,8 @@ class PiecewiseCompiler:
         self.split_s = 0.0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Runnable:
-        """Compile; return what runs the pieces by the stitching graph.
-
-        Raises GraphBreakError if the graph reads values or the number of tokens is a constant.
-        """
+        """Compile; return what runs the pieces by the stitching graph. Raises GraphBreakError if
+        the graph reads values or the number of tokens is a constant."""
         assert self.manager is None, (
             "PiecewiseCompiler: wanted one graph for each module, found two"
         )

@@ -90,10 +90,8 @@ def support_torch_compile(
     cls: type[Module] | None = None, *, dynamic_arg_dims: Mapping[str, Dims] | None = None
 ) -> Any:
     """Make a module class compile its forward as configured by the scope that it is built in.
-
     `dynamic_arg_dims` has for each argument its dimensions of tokens, counted from the end if
-    negative; by default the first of every argument annotated as a tensor.
-    """
+    negative; by default the first of every argument annotated as a tensor."""
     if cls is None:
         return lambda decorated: support_torch_compile(decorated, dynamic_arg_dims=dynamic_arg_dims)
     if issubclass(cls, CompiledForward):

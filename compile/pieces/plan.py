@@ -79,11 +79,9 @@ def check_guards(guards: Sequence[Guard], num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How a forward runs without being traced.
-
-    Invariant: `source` takes the names of `pieces`, `ops` and `weights` and returns a function of
-    the tensors called `arguments`, in that order. `absent` were None when the forward was traced.
-    """
+    """How a forward runs without being traced. Invariant: `source` takes the names of `pieces`,
+    `ops` and `weights` and returns a function of the tensors called `arguments`, in that order.
+    `absent` were None when the forward was traced."""
 
     forward: str
     """Which function this is a plan of."""
@@ -180,10 +178,8 @@ def sources_of(
     dims: Mapping[str, tuple[int, ...]],
 ) -> list[BoundInput]:
     """Return for each input of a graph where later calls find it, by the identity of the object.
-
     `inputs` has what Dynamo's code passed to the graph, `dims` the dimensions of tokens of the
-    arguments in `given`.
-    """
+    arguments in `given`."""
     arguments = {id(value): name for name, value in given.items()}
     weights = {id(tensor): path for path, tensor in _tensors(module)}
     tokens = next((name, of_tokens[0]) for name, of_tokens in dims.items() if of_tokens)

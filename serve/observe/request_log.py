@@ -39,9 +39,7 @@ class RecordThread:
         at_close: Callable[[], None] | None = None,
     ) -> None:
         """Start the thread, which pauses between two batches, and calls `at_close` at its end.
-
-        handle: takes a record, when its request ended, and how many were dropped before it.
-        """
+        handle: takes a record, when its request ended, and how many were dropped before it."""
         self._waiting: queue.Queue[tuple[RequestRecord, float] | None] = queue.Queue(max_waiting)
         self._num_dropped = 0
         self._handle = handle

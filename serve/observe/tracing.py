@@ -264,10 +264,8 @@ def _protocol(endpoint: str) -> str:
 
 
 class _ReportedOnce(logging.Handler):
-    """An exporter that logs when its collector stops taking spans, and when it takes them again.
-
-    As a handler it keeps the first reason of a failure, in place of the lines of each.
-    """
+    """An exporter that logs when its collector stops taking spans, and when it takes them again. As
+    a handler it keeps the first reason of a failure, in place of the lines of each."""
 
     def __init__(self, exporter: Any) -> None:
         super().__init__()

@@ -227,10 +227,8 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprobs],
     text_offsets: list[int],
 ) -> CompletionLogprobs:
-    """Return parallel lists; `text_offsets` is where each token's text starts.
-
-    The drawn token is always among its position's `top_logprobs`, likely or not.
-    """
+    """Return parallel lists; `text_offsets` is where each token's text starts. The drawn token is
+    always among its position's `top_logprobs`, likely or not."""
     tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
     return CompletionLogprobs(
         text_offset=text_offsets,

@@ -96,10 +96,8 @@ class Serving:
         tick: StreamBatcher | None = None,
         secret: bytes = b"",
     ) -> None:
-        """Share what is given; `tick` is the one that the backend's outputs wait for.
-
-        secret: the application's, of at most 64 bytes, which all ingresses have.
-        """
+        """Share what is given; `tick` is the one that the backend's outputs wait for. secret: the
+        application's, of at most 64 bytes, which all ingresses have."""
         self.salts = CacheSalts(secret, is_per_key=settings.args.divides_prefix_cache)
         self.settings = settings
         self.tokenizer = tokenizer
@@ -155,9 +153,7 @@ class RequestAdapter(Protocol):
 
 class Generation:
     """A request that is answered once, whole or as events. Its owner gives its slot back.
-
-    Invariant: the `n` choices of a prompt stand together, the prompts in their order.
-    """
+    Invariant: the `n` choices of a prompt stand together, the prompts in their order."""
 
     def __init__(
         self,
@@ -355,10 +351,8 @@ class Generation:
             self.on_full()
 
     async def _wait(self) -> list[Choice]:
-        """Wait for output and return the choices that have some, in order.
-
-        Raises what ended a sequence without a result, after the outputs before it.
-        """
+        """Wait for output and return the choices that have some, in order. Raises what ended a
+        sequence without a result, after the outputs before it."""
         if self._error is not None:
             raise self._error
         if not self._mailbox:
@@ -390,10 +384,8 @@ class Generation:
 
 
 def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> None:
-    """Refuse what the model cannot compute; an empty prompt is refused with its sampling.
-
-    A tokenizer may know tokens that its model does not, and a model may take shorter prompts.
-    """
+    """Refuse what the model cannot compute; an empty prompt is refused with its sampling. A
+    tokenizer may know tokens that its model does not, and a model may take shorter prompts."""
     if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
         least, largest = min(prompt), max(prompt)
         wanted = f"token ids from 0 to {vocab_size - 1}"

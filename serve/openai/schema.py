@@ -1,7 +1,5 @@
-"""The requests for completions and chats, as structs of the fields that are implemented.
-
-How a body becomes one is `body.py`; what no type says of it is checked by the structs themselves.
-"""
+"""The requests for completions and chats, as structs of the fields that are implemented. How a body
+becomes one is `body.py`; what no type says of it is checked by the structs themselves."""
 
 from __future__ import annotations
 
@@ -331,10 +329,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError(join_path(at, "content"), "a value", Words("none"))
 
     def for_template(self, takes_parts: bool) -> dict[str, Any]:
-        """Return the message as the chat template takes it.
-
-        Parts are joined by line ends for a template that takes none, as in vLLM.
-        """
+        """Return the message as the chat template takes it. Parts are joined by line ends for a
+        template that takes none, as in vLLM."""
         content = self.content or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if not isinstance(content, str):

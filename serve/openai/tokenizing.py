@@ -75,9 +75,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def answer(serving: Serving, work: Work, request: Request) -> Response:
     """Answer with what `work` makes of the body; it has one slot, as a generating request has.
-
-    Raises what `as_api_error` knows.
-    """
+    Raises what `as_api_error` knows."""
     tokenizer, slot, body = await admitted(serving, request)
 
     def encoded(check: Check) -> bytes:

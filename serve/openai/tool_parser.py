@@ -96,10 +96,8 @@ class _NotACall(Exception):
 
 
 class ToolParser:
-    """Divides one answer's text into content and calls.
-
-    The generators read `_text` from `_at` on, and wait where it takes more text to tell.
-    """
+    """Divides one answer's text into content and calls. The generators read `_text` from `_at` on,
+    and wait where it takes more text to tell."""
 
     def __init__(
         self, tool_format: ToolFormat, names: Collection[str], *, parallel: bool = True
@@ -233,10 +231,8 @@ class ToolParser:
         self._held = []
 
     def _object(self) -> Generator[None]:
-        """Read `{"name": "f", "arguments": {...}}`, in any order.
-
-        Arguments may also be called parameters, be null or left out, or be a text with the JSON.
-        """
+        """Read `{"name": "f", "arguments": {...}}`, in any order. Arguments may also be called
+        parameters, be null or left out, or be a text with the JSON."""
         name = arguments = ""
         num_keys, has_arguments, char = 0, False, ","
         while char == ",":
@@ -414,10 +410,8 @@ class _NotJson(Exception):
 
 class JsonScanner:
     """Follows one JSON value while it arrives, strictly by RFC 8259, each character once.
-
     Invariant: what was consumed is a value or can still become one. Where the text ends, the
-    generator waits for more; nesting costs a list entry and no recursion.
-    """
+    generator waits for more; nesting costs a list entry and no recursion."""
 
     def __init__(self) -> None:
         self.is_complete = False

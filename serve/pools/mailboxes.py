@@ -54,11 +54,9 @@ latest when there are twice as many; a context has 1,023 sockets."""
 
 
 class Mailbox:
-    """One request's outputs that were not taken yet, in order.
-
-    The first of them and every end of a stage can be taken at once. Others wait for the next tick,
-    and those that only bring tokens become one output meanwhile.
-    """
+    """One request's outputs that were not taken yet, in order. The first of them and every end of a
+    stage can be taken at once. Others wait for the next tick, and those that only bring tokens
+    become one output meanwhile."""
 
     def __init__(self, request_id: str, tick: StreamBatcher) -> None:
         self.request_id = request_id
@@ -127,11 +125,9 @@ def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
 
 
 class EngineLinks(Protocol):
-    """What carries frames between engines and this ingress.
-
-    An engine that cannot be reached is told nothing; `forget` closes the way to one that is gone.
-    `caught_up` returns when all that has come by now is in its mailbox.
-    """
+    """What carries frames between engines and this ingress. An engine that cannot be reached is
+    told nothing; `forget` closes the way to one that is gone. `caught_up` returns when all that has
+    come by now is in its mailbox."""
 
     def send_aborts(self, inbox: str, request_ids: list[str]) -> None: ...
     def forget(self, inbox: str) -> None: ...
@@ -171,11 +167,9 @@ class TokenMailboxes:
         await self._links.caught_up()
 
     def abort(self, mailbox: Mailbox) -> None:
-        """Tell every engine that may have the request to drop it.
-
-        Those are the engines that have sent outputs of it in its present stage. Before there are
-        any, it may be on its way to any engine: all that have sent lately remember the abort.
-        """
+        """Tell every engine that may have the request to drop it. Those are the engines that have
+        sent outputs of it in its present stage. Before there are any, it may be on its way to any
+        engine: all that have sent lately remember the abort."""
         inboxes = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
         if not inboxes:
             now = asyncio.get_running_loop().time()
@@ -233,11 +227,8 @@ class TokenMailboxes:
 
 
 class TokenSocket:
-    """Receives frames of all engines; `EngineLinks` of its `mailboxes`.
-
-    Must be created inside the event loop that uses it. `task` ends only with an error: without it
-    no output arrives.
-    """
+    """Receives frames of all engines; `EngineLinks` of its `mailboxes`. Must be created inside the
+    event loop that uses it. `task` ends only with an error: without it no output arrives."""
 
     def __init__(self, host: str, credentials: Credentials, tick: StreamBatcher) -> None:
         self._context = zmq.asyncio.Context()

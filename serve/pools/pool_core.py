@@ -66,12 +66,9 @@ class PoolShell(Protocol):
 
 
 class PoolCore:
-    """A rank group and its open requests.
-
-    Invariants: a state's note (`note_failure`, `note_recovery`) is kept before the next one's, and
-    that of a failure before it is entered, since Serve then starts another replica, which reads it.
-    `stopping` is the last state.
-    """
+    """A rank group and its open requests. Invariants: a state's note (`note_failure`,
+    `note_recovery`) is kept before the next one's, and that of a failure before it is entered,
+    since Serve then starts another replica, which reads it. `stopping` is the last state."""
 
     def __init__(
         self,

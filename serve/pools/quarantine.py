@@ -34,10 +34,8 @@ LOST_AFTER_S = 5.0
 
 
 class CrashHistory:
-    """How often one request was lost, and to what.
-
-    Invariant: while it `is_on_trial`, no other suspect runs.
-    """
+    """How often one request was lost, and to what. Invariant: while it `is_on_trial`, no other
+    suspect runs."""
 
     def __init__(self) -> None:
         self._num_lost = self._num_deaths = self._num_failed_trials = self._num_trial_tokens = 0
@@ -147,11 +145,9 @@ class Quarantine:
 
 
 class FairLock:
-    """One holder at a time among processes, in the order in which they asked.
-
-    Who has it or waits for it asks again and again; whoever is silent for `LOST_AFTER_S` loses it.
-    Nothing is kept: if this is made anew, two may have it for a moment.
-    """
+    """One holder at a time among processes, in the order in which they asked. Who has it or waits
+    for it asks again and again; whoever is silent for `LOST_AFTER_S` loses it. Nothing is kept: if
+    this is made anew, two may have it for a moment."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -91,10 +91,8 @@ class Router:
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the request's outputs; the last one has a finish reason.
-
-        Closing the iterator aborts the request everywhere. `record` notes its way.
-        """
+        """Yield the request's outputs; the last one has a finish reason. Closing the iterator
+        aborts the request everywhere. `record` notes its way."""
         record = record or SequenceRecord()
         outputs = list(request.output_token_ids)
         history = CrashHistory()
@@ -184,11 +182,9 @@ class _Call:
         self._task = asyncio.ensure_future(self._watch())
 
     def let_go(self) -> None:
-        """Stop waiting for the call, and cancel it if it does not return soon.
-
-        Engines were told to drop the request, which ends the call; cancelling costs
-        milliseconds of this process for each, and hundreds of clients may leave at once.
-        """
+        """Stop waiting for the call, and cancel it if it does not return soon. Engines were told to
+        drop the request, which ends the call; cancelling costs milliseconds of this process for
+        each, and hundreds of clients may leave at once."""
         self._is_let_go = True
         if not self._task.done():
             asyncio.get_running_loop().call_later(CANCEL_AFTER_S, self._cancel)
@@ -236,10 +232,8 @@ def _is_cancelled() -> bool:
 
 
 def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
-    """Return an output that continues those before it, or how the request ends instead.
-
-    A broken connection loses what was on its way; only a bug delivers an output twice.
-    """
+    """Return an output that continues those before it, or how the request ends instead. A broken
+    connection loses what was on its way; only a bug delivers an output twice."""
     if output.position == num_outputs or output.finish_reason in LOST:
         return output
     reason = FinishReason.KV_LOST if output.position > num_outputs else FinishReason.ERROR

@@ -151,10 +151,8 @@ class Turns:
 
 
 class GrammarQueue:
-    """Grammars of an ingress's requests: what was found of them, and those being compiled.
-
-    Belongs to one event loop, but for `start` and `close`, which block.
-    """
+    """Grammars of an ingress's requests: what was found of them, and those being compiled. Belongs
+    to one event loop, but for `start` and `close`, which block."""
 
     def __init__(
         self,
@@ -179,10 +177,8 @@ class GrammarQueue:
         """How often in a row a grammar's process was lost, and when it may be tried again."""
 
     def start(self) -> None:
-        """Start a process and wait until it is ready, so that the first request need not.
-
-        One that does not start is started again for the first grammar.
-        """
+        """Start a process and wait until it is ready, so that the first request need not. One that
+        does not start is started again for the first grammar."""
         try:
             self._idle[0].start()
         except GrammarProcessLost as error:
@@ -195,10 +191,8 @@ class GrammarQueue:
 
     async def text(self, wanted: StructuredOutputsParams, client: Client) -> str:
         """Return a grammar as engines take it, or raise FieldError, which says what is wrong.
-
         Overloaded if too many others wait, or it took `MAX_GRAMMAR_WAIT_S`; GrammarProcessLost if
-        its process was ended from outside.
-        """
+        its process was ended from outside."""
         known = self._verdicts.known(wanted)
         if known is not None:
             return known

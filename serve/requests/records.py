@@ -1,6 +1,5 @@
 """What is noted of a request while it is answered: numbers and names, nothing of a prompt or an
-answer, and no key. The ingress's metrics, its log lines and traces are made of it.
-"""
+answer, and no key. The ingress's metrics, its log lines and traces are made of it."""
 
 from __future__ import annotations
 

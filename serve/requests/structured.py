@@ -34,10 +34,8 @@ MAX_CHECKED_CHARS = 1 << 24
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text must be. Invariant: exactly one field is given.
-
-    Raises FieldError when built with another number of them, or with a value of another type.
-    """
+    """What the text must be. Invariant: exactly one field is given. Raises FieldError when built
+    with another number of them, or with a value of another type."""
 
     json: str | dict[str, Any] | bool | None = None
     """A JSON schema, as an object or as its text."""

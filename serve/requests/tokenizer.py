@@ -55,10 +55,8 @@ class WrittenTools(NamedTuple):
 
 
 class Tokenizer:
-    """A fast (Rust) tokenizer with what serving needs of it.
-
-    Invariant: no truncation and no padding is set on the Rust tokenizer.
-    """
+    """A fast (Rust) tokenizer with what serving needs of it. Invariant: no truncation and no
+    padding is set on the Rust tokenizer."""
 
     def __init__(
         self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...], path: Path | None = None
@@ -118,9 +116,7 @@ class Tokenizer:
 
     def takes_parts(self, chat_template: str | None = None) -> bool:
         """Return whether a template reads a message's content as parts, and not as text alone.
-
-        Tried on a message: templates differ too much to be told apart by reading them.
-        """
+        Tried on a message: templates differ too much to be told apart by reading them."""
         if chat_template not in self._takes_parts:
             message = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
             text = self._try(message, chat_template=chat_template)
@@ -165,12 +161,9 @@ class Tokenizer:
         max_tokens: int | None = None,
         check: Callable[[], None] | None = None,
     ) -> list[int]:
-        """Return the token ids of `text`.
-
-        A long text is counted in pieces first where there is a limit, since the tokenizer takes
-        some 400 bytes for each token: TooManyTokens if they have more than `max_tokens`. `check` is
-        called between pieces, and may raise.
-        """
+        """Return the token ids of `text`. A long text is counted in pieces first where there is a
+        limit, since the tokenizer takes some 400 bytes for each token: TooManyTokens if they have
+        more than `max_tokens`. `check` is called between pieces, and may raise."""
         if max_tokens is not None and len(text) > PIECE_CHARS:
             num_tokens = 0
             for start in range(0, len(text), PIECE_CHARS):
@@ -303,10 +296,8 @@ def detokenizer(
     tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
 ) -> ByteLevelDetokenizer | WindowDetokenizer:
     """Return the detokenizer of what follows a prompt, where the tokens in `skipped` have no text.
-
     Not tokenizers' DecodeStream: it decodes all bytes again for as long as they make no character,
-    raises where a byte-fallback run turns out to be invalid, and has no flush.
-    """
+    raises where a byte-fallback run turns out to be invalid, and has no flush."""
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skipped)
     return WindowDetokenizer(tokenizer, skipped, prompt_token_ids)
@@ -368,10 +359,8 @@ class WindowDetokenizer:
         return self._take_bytes() + self._advance(self._decode())
 
     def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
-
-        The output may continue such a run, and change what it says.
-        """
+        """Return the last tokens of a prompt that have text, but for a run of bytes at its end. The
+        output may continue such a run, and change what it says."""
         end: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if self._has_no_text(token_id):

@@ -41,10 +41,8 @@ MAX_WAITING = 10_000
 
 
 class KVPuller:
-    """A scheduler's `KVReader`: what it asks for is done by a thread of its own.
-
-    `doorbell` rings whenever `take_finished` has something.
-    """
+    """A scheduler's `KVReader`: what it asks for is done by a thread of its own. `doorbell` rings
+    whenever `take_finished` has something."""
 
     def __init__(
         self,
@@ -142,11 +140,9 @@ class _Transport:
         self._holder(source).send(call)
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
-        """Return the answers that have come, with the blocks they carry.
-
-        Of each source up to the first with blocks: the others stay in its socket until these are
-        written, so a source whose answers have come never seems silent.
-        """
+        """Return the answers that have come, with the blocks they carry. Of each source up to the
+        first with blocks: the others stay in its socket until these are written, so a source whose
+        answers have come never seems silent."""
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, holder in list(self._holders.items()):
             try:

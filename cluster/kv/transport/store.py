@@ -17,11 +17,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
-    """Writable memory of this process that peers on the node can open by (pid, fd).
-
-    An anonymous memory file backs it, so a killed process leaves nothing behind. It is sealed: a
-    file that shrinks would end the process of any peer that has mapped it.
-    """
+    """Writable memory of this process that peers on the node can open by (pid, fd). An anonymous
+    memory file backs it, so a killed process leaves nothing behind. It is sealed: a file that
+    shrinks would end the process of any peer that has mapped it."""
 
     def __init__(self, size_bytes: int) -> None:
         self.pid = os.getpid()
@@ -34,10 +32,7 @@ class SharedMemory:
 
 def open_shared(pid: int, fd: int) -> memoryview:
     """Map a peer's memory, writable, because torch refuses read-only buffers; readers must not
-    write.
-
-    An `OSError` if the peer is gone, may not be looked into, or has no such memory there.
-    """
+    write. An `OSError` if the peer is gone, may not be looked into, or has no such memory there."""
     opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         # Only memory files have seals: the answer for any other file is an OSError.
@@ -50,10 +45,8 @@ def open_shared(pid: int, fd: int) -> memoryview:
 
 class BlockStore:
     """The blocks of a pool, in this process or mapped from another: [num_blocks, block_bytes].
-
     Those of a GPU are copied on a stream of their own, which need not wait for a step: blocks are
-    read after the step that wrote them has ended, and written before a step reads them.
-    """
+    read after the step that wrote them has ended, and written before a step reads them."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._rows = pool.reshape(pool.shape[0], -1).view(torch.uint8)

@@ -1,8 +1,5 @@
-"""The memory of CPU step graphs.
-
-A tensor placed in a pool owns its bytes as long as it or a view of it is held. Segments are never
-given back, because a replay relies on every address in them.
-"""
+"""The memory of CPU step graphs. A tensor placed in a pool owns its bytes as long as it or a view
+of it is held. Segments are never given back, because a replay relies on every address in them."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ from compile.graphs.boundary import map_tensors
 
 
 class CpuGraphPool:
-    """Memory at fixed addresses that graphs share.
-
-    With `poison` every block is filled with NaN, or with the extreme integer, when it is handed
-    out, and by a replay where the captured step let go of it.
-    """
+    """Memory at fixed addresses that graphs share. With `poison` every block is filled with NaN, or
+    with the extreme integer, when it is handed out, and by a replay where the captured step let go
+    of it."""
 
     device = torch.device("cpu")
 
@@ -72,10 +67,8 @@ class CpuGraphPool:
         return torch.frombuffer(self._arena.memory(block), dtype=torch.uint8)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same elements that owns nothing.
-
-        One from outside of the pool must not be touched once its owner is gone.
-        """
+        """Return a tensor of the same elements that owns nothing. One from outside of the pool must
+        not be touched once its owner is gone."""
         if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
@@ -127,11 +120,9 @@ class _Segment:
 
 
 class Arena:
-    """Hands out blocks of memory, best fit first.
-
-    Invariant: live blocks are disjoint, and what they do not cover is in some segment's gaps.
-    The same sequence of calls gives the same blocks.
-    """
+    """Hands out blocks of memory, best fit first. Invariant: live blocks are disjoint, and what
+    they do not cover is in some segment's gaps. The same sequence of calls gives the same
+    blocks."""
 
     def __init__(self, segment_bytes: int = 1 << 20) -> None:
         """Reserve nothing yet; a segment is `segment_bytes` long, or as long as its first block."""

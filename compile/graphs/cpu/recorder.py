@@ -68,11 +68,9 @@ _state = _PerThread()
 
 
 class CpuStepGraph:
-    """One captured step: calls in order, by the forward context that they run under.
-
-    Arguments, host values and the forward context are those of the capture, as in a CUDA graph.
-    Invariant: it owns no tensor but scalars that the step made from host values.
-    """
+    """One captured step: calls in order, by the forward context that they run under. Arguments,
+    host values and the forward context are those of the capture, as in a CUDA graph. Invariant: it
+    owns no tensor but scalars that the step made from host values."""
 
     def __init__(self, pool: CpuGraphPool) -> None:
         self._pool = pool
@@ -80,11 +78,9 @@ class CpuStepGraph:
         self._is_inference = False
 
     def capture(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and record it; return its result, whose fresh tensors lie in the pool.
-
-        Raises CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a
-        tensor outside of the pool that is gone.
-        """
+        """Run `fn` and record it; return its result, whose fresh tensors lie in the pool. Raises
+        CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a tensor
+        outside of the pool that is gone."""
         recorder = Recorder(self._pool)
         with _capturing(), torch.no_grad(), recorder.active():
             result = fn()
@@ -206,9 +202,7 @@ class Recorder:
 
     def _place(self, value: Any, known: set[int]) -> tuple[Any, list[torch.Tensor | None]]:
         """Give every fresh tensor of `value` memory in the pool; what shares memory still does.
-
-        Returns the value with those tensors, and for each the alias that a replay must fill.
-        """
+        Returns the value with those tensors, and for each the alias that a replay must fill."""
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
 
@@ -261,11 +255,9 @@ class Recorder:
 
 
 class Modes:
-    """Both modes, which opaque code must not see.
-
-    Invariant: `_entered` are those on torch's stacks now. Torch takes a mode off its stack while
-    the mode handles a call, but leaves the other kind on.
-    """
+    """Both modes, which opaque code must not see. Invariant: `_entered` are those on torch's stacks
+    now. Torch takes a mode off its stack while the mode handles a call, but leaves the other kind
+    on."""
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         """Hand each op to `handle`, as function, arguments and keyword arguments."""
@@ -415,10 +407,8 @@ def _call(
 
 
 def _call_and_move(call: Call, moves: list[tuple[int, int, int, torch.Tensor]]) -> None:
-    """Copy small outputs without the dispatcher, which takes longer than copying.
-
-    `moves`: for each output its place, the address and bytes it goes to, and the tensor there.
-    """
+    """Copy small outputs without the dispatcher, which takes longer than copying. `moves`: for each
+    output its place, the address and bytes it goes to, and the tensor there."""
     found = call()
     for i, address, num_bytes, target in moves:
         source = found[i]
@@ -485,9 +475,7 @@ def _reads_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 @functools.cache
 def _composite(func: Any) -> Callable[..., Any] | None:
     """Return the kernel of an ATen op that calls other ops, which in inference mode arrives whole.
-
-    `OpOverload.decompose` would prefer Python kernels, whose sums may run in another order.
-    """
+    `OpOverload.decompose` would prefer Python kernels, whose sums may run in another order."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
     return functools.partial(func._op_dk, key) if has_kernel and func.namespace == "aten" else None
