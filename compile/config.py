@@ -327,7 +327,6 @@ _KINDS = get_type_hints(CompilationConfig, include_extras=True)
 
 
 def _words(kind: Any) -> str:
-    """Return what is wanted of a field of this type."""
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
         return str(arguments[1].wanted)

@@ -71,14 +71,10 @@ def decide(
     query_len: int = 1,
     captured: CapturedGraphs,
 ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-    """Decide how all ranks run a step: NONE, PIECEWISE or FULL, and the sizes that they pad it to
-    (after ATOM's ForwardMode and vLLM's dispatcher).
-
-    Args:
-        is_uniform_decode: on every rank each sequence decodes `query_len` tokens. ValueError:
-            tokens are not sequences x query length.
-        num_tokens, num_seqs: the largest over the ranks.
-    """
+    """Decide how all ranks run a step (NONE, PIECEWISE or FULL) and the sizes that they pad it to,
+    from the largest numbers of any rank (after ATOM's ForwardMode and vLLM's dispatcher).
+    `is_uniform_decode`: on every rank each sequence decodes `query_len` tokens; ValueError: tokens
+    are not sequences x query length."""
     if is_uniform_decode and num_tokens != num_seqs * query_len:
         wanted = f"{num_seqs} x {query_len} in a uniform decode step"
         raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")

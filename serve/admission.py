@@ -73,7 +73,6 @@ class Shares:
         return self._held.get(client, 0)
 
     def add(self, client: Client, num: int) -> None:
-        """A client holds so much more, or less."""
         self.total += num
         self._held[client] = self.of(client) + num
         if not self._held[client]:
@@ -222,7 +221,6 @@ class Admission:
         return num_waiting / rate if num_waiting > 0 and rate else 0.0
 
     def _check(self, client: Client, num_more: int, now: float) -> None:
-        """Raise Overloaded unless a client may have so many more sequences."""
         num_live = self.num_live
         if num_live + num_more > self._max_running and self._sequences.has_enough(client, now):
             num_held = self._sequences.of(client)
@@ -273,7 +271,6 @@ class Admission:
     # What is held.
 
     def _check_bytes(self, slot: AdmissionSlot, num_bytes: int, now: float) -> None:
-        """Make room for so many more bytes of a request, or raise Overloaded."""
         client, num_wanted = slot.client, self.num_bytes + num_bytes
         if 2 * num_wanted > self._max_bytes and self._bytes.has_enough(client, now):
             num_held = self._bytes.of(client)

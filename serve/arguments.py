@@ -333,7 +333,6 @@ def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(nested: dict[str, Any], key: str, value: Any, given: set[tuple[str, ...]]) -> None:
-    """Put the value of an argument, which may be text that is JSON, at its path."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{", "null")):
         with suppress(json.JSONDecodeError):
             value = json.loads(value)

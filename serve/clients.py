@@ -122,7 +122,6 @@ class ApiKeys:
         return is_known
 
     def _read(self, file: Path) -> bool:
-        """Read the file's keys if it has changed; return whether it has."""
         self._look_at = self._clock() + LOOK_EVERY_S
         try:
             found = os.stat(file)

@@ -41,8 +41,6 @@ ASK_TIMEOUT_S = 30.0
 
 
 class _PoolHandle:
-    """A deployment's handle as the router wants it."""
-
     def __init__(self, handle: DeploymentHandle, config_hash: str) -> None:
         self._handle = handle
         self._config_hash = config_hash

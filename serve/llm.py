@@ -118,12 +118,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, as text or token ids; outputs are in their order.
-
-        A prompt may be a `TextPrompt` or a `TokensPrompt`, which has a `cache_salt` too.
-        GenerationError if a prompt cannot be served; ValueError if there are several sampling
-        parameters, but not one for each prompt, or a prompt has fields that it may not have.
-        """
+        """Generate for one prompt or many; outputs are in their order. GenerationError if a prompt
+        cannot be served; ValueError if there are several sampling parameters, but not one for each
+        prompt, or a prompt has fields that it may not have."""
         given: Any = prompts
         is_one = isinstance(given, str | dict) or (given and isinstance(given[0], int))
         many: list[Prompt] = [given] if is_one else list(given)

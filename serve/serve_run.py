@@ -65,7 +65,6 @@ def _refuse(given: dict[str, str | int], where: str) -> None:
 
 
 def _start(given: dict[str, str | int]) -> None:
-    """Start Serve where it is to listen, or end this process with one line."""
     try:
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is not None:

@@ -185,12 +185,9 @@ class RankGroup:
         return LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s)
 
     async def _listen(self, silent_s: float, *, since: float, starting_s: float = 0.0) -> str:
-        """Ask every rank for its heartbeat once a second, until the watchdog names one.
-
-        An owner that was itself held up judges no rank before it has listened again. A rank that
-        has no heartbeat yet, but answers, may be silent for `starting_s` longer: it may import
-        torch for minutes.
-        """
+        """Ask every rank for its heartbeat once a second, until the watchdog names one. An owner
+        that was held up judges no rank before it has listened again. A rank that answers without a
+        heartbeat may be silent for `starting_s` longer, since it may import torch."""
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
@@ -269,12 +266,10 @@ def places_of(parallel: ParallelConfig, epoch: int) -> list[RankPlace]:
 async def _first_to_end(
     calls: Calls, watch: Coroutine[Any, Any, str], *, is_end: Callable[[CallEnd], bool]
 ) -> tuple[str, CallEnd | None] | None:
-    """Wait for the first call that `is_end`, or for what `watch` names.
-
-    After an error, a process that dies within `BLAME_S` is to blame instead. Leaders that diverge
-    all raise; one is returned whose error accuses the rank that most of them accuse. Returns a
-    rank's name and its end; what `watch` says and None; or None if no call is an end.
-    """
+    """Wait for the first call that `is_end`, or for what `watch` names; return a rank's name and
+    its end, what `watch` says and None, or None if no call is an end. After an error, a process
+    that dies within `BLAME_S` is to blame instead; of leaders that diverge, one that most
+    accuse."""
     watched = asyncio.ensure_future(watch)
     pending: set[asyncio.Future[Any]] = {*calls.values(), watched}
     ended = list[RankPlace]()

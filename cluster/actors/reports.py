@@ -129,7 +129,6 @@ def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
 
 
 def _engine_figures(counts: Counts) -> dict[str, Any]:
-    """Return an engine's sums, its steps by mode and its graph replays by agreed size."""
     steps: dict[str, float] = {}
     replays: dict[str, float] = {}
     for (name, *labels), value in counts.items():

@@ -189,12 +189,9 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self) -> StepPlan | None:
-        """Choose the next step's batch although a step may be in flight.
-
-        Returns None, and plans nothing, where the result of that step is needed first: a running
-        sequence lacks blocks and would pre-empt another, one has a grammar, whose mask follows from
-        the token that is being drawn, or all that run may end with it.
-        """
+        """Choose the next step's batch although a step may be in flight. None, and nothing planned,
+        where that step's result is needed first: a sequence would be pre-empted, one has a grammar,
+        whose mask follows from the pending token, or all that run may end with it."""
         if not self._in_flight:
             return self.schedule()
         self._take_what_ended()

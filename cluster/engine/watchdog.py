@@ -122,12 +122,10 @@ class Watchdog:
 
 
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
-    """Return how far a rank is: a smaller one is further behind.
-
-    A vote wakes every rank that sleeps: one that does is behind those that have voted for the next
-    step, and ahead of one that plans it. A follower hears nothing of steps without work: it waits
-    for what its leader plans next, which may be ahead of a step that it has received and not begun.
-    """
+    """Return how far a rank is: a smaller one is further behind. A vote wakes every rank that
+    sleeps: one that does is behind those that have voted for the next step, and ahead of one that
+    plans it. A follower hears nothing of steps without work: it waits for what its leader plans
+    next."""
     if beat.is_asleep:
         return beat.step + 1, ASLEEP
     if beat.phase is Phase.WAITING:

@@ -190,7 +190,6 @@ def _has_metaspace(decoder: dict[str, Any] | None) -> bool:
 
 
 def _last_id(vocab: dict[str, int] | list[Any]) -> int:
-    """Return the highest id of a model's own tokens: Unigram lists them, the others name them."""
     return len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
 
 

@@ -163,12 +163,9 @@ class KVPulls:
             self._finish(pull)
 
     def on_tick(self) -> None:
-        """Renew the leases that are due and give up on holders that are silent.
-
-        Reads that start together queue behind one another and are answered in order. So a call is
-        lost if it has no answer `ANSWER_TIMEOUT_S` after it was sent and a later one has been
-        answered; without a later answer it waits while its holder is heard from.
-        """
+        """Renew the leases that are due and give up on silent holders. Calls queue and are answered
+        in order: one is lost `ANSWER_TIMEOUT_S` after it was sent if a later one has been answered;
+        without that it waits while its holder is heard from."""
         now = self._clock()
         for pull in list(self._pulls.values()):
             if now >= self._answer_by(pull):
@@ -246,7 +243,6 @@ class KVPulls:
             self._finish(pull)
 
     def _send(self, pull: _Pull, call: KVCall) -> bool:
-        """Send a call; return whether there is somewhere to send it."""
         try:
             self._transport.send(pull.source, call)
         except OSError as error:

@@ -139,7 +139,6 @@ class CompileProcess:
             self._on_end()
 
     def _take(self, line: bytes) -> str:
-        """Note progress; return an error if the line tells one."""
         reported = json.loads(line)
         if "error" in reported:
             self.is_final = bool(reported["is_final"])

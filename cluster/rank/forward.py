@@ -226,12 +226,9 @@ class StepForward:
 
     @torch.inference_mode()
     def run_sizes(self) -> None:
-        """Run on padding what a GPU has kernels of its own for, so that all of them are built.
-
-        Decode steps and prompts of 1, 2, 4, ... and of all: the attention of a few sequences is
-        another kernel than that of many, and the tiles of experts grow with tokens. And each number
-        of tokens that pieces were compiled for. The last one's tokens are sampled by every filter.
-        """
+        """Run on padding what a GPU has kernels of its own for: decode steps and prompts of 1, 2,
+        4, ... and of all, and each number of tokens that pieces were compiled for. The last one's
+        tokens are sampled by every filter."""
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
         prompts = sorted({*_doubling(self._inputs.max_num_batched_tokens), *listed})
@@ -253,12 +250,9 @@ class StepForward:
 
     @torch.inference_mode()
     def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
-        """Run the largest step on padding; return the bytes of a CUDA device that it needs.
-
-        As much of a prompt is scored as exists at once, and every row sampled by every rule and
-        filter. The memory is released again, because trials of graphs may empty the allocator's
-        cache at any time.
-        """
+        """Run the largest step on padding, scored and sampled by every rule and filter; return the
+        bytes of a CUDA device that it needs. They are released: trials of graphs may empty the
+        allocator's cache at any time."""
         device = self._inputs.device
         is_on_cuda = device.type == "cuda"
         if is_on_cuda:
@@ -292,7 +286,6 @@ class StepForward:
             score(logits, logits.argmax(dim=-1), MAX_LOGPROBS)
 
     def _sample_costliest(self, hidden: torch.Tensor) -> None:
-        """Sample rows by every rule and filter. hidden: [B, E]."""
         logits = self._model.compute_logits(hidden)
         if logits is not None:
             num_rows, vocab_size = logits.shape
@@ -489,5 +482,4 @@ class StepForward:
 
 
 def _doubling(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`."""
     return sorted({most, *(2**i for i in range(most.bit_length()))})

@@ -163,13 +163,10 @@ class StepInputs:
         *,
         is_mixed: bool = False,
     ) -> StepBatch:
-        """Apply the plan to the rows and return its batch, padded to the given sizes.
-
-        A padding token is token 0 at position 0 and writes into the scratch block. A padding
-        sequence has length 0 and no tokens, except in an all-decode batch, where it has one. With
-        `is_mixed`, attention treats every sequence as a chunk: a full graph of a mixed step fixes
-        the number of decodes.
-        """
+        """Apply the plan to the rows and return its batch, padded to the given sizes: padding
+        tokens are token 0 at position 0 and write into the scratch block, padding sequences have
+        length 0 and no tokens, or one where all decode. With `is_mixed` attention treats every
+        sequence as a chunk: a full graph of a mixed step fixes the number of decodes."""
         for staging in self._copied:
             staging.next_step()
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens

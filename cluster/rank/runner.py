@@ -170,17 +170,12 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> LaunchedStep:
-        """Run the plan's batch; return what `wait` makes the sampled tokens of.
-
-        The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
-        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one if
-        a sequence is sampled. Rank 0 gets the logits and samples; others learn the tokens from the
-        next plan, or by a broadcast if that may be made ahead of them. A step without a sequence of
-        its own is a dummy.
-
-        A CUDA device runs the step after this has returned, unless it scores a prompt. With
-        `overlap` one more step may be launched before this one is waited for.
-        """
+        """Run the plan's batch, or a dummy one; return what `wait` makes the sampled tokens of. The
+        agreement fixes the forward's collectives on all ranks, the plan those that gather logits on
+        its tensor-parallel ranks: one for each piece of scored prompt, and one if a sequence is
+        sampled. Rank 0 samples; others learn the tokens from the next plan, or by a broadcast if
+        that may be made ahead of them. A CUDA device runs the step after this has returned, unless
+        it scores a prompt."""
         if agreed.stage != self.switch.stage:
             self.step_stats.build(agreed.step, 0)
             if confirm is not None:
@@ -226,7 +221,6 @@ class ModelRunner:
         )
 
     def _draw(self, output: StepOutput, batch: StepBatch, plan: StepPlan) -> SamplerOutput | None:
-        """Draw the batch's tokens; ranks that do not sample get them if the loop overlaps."""
         logits, known = self._logits(output, batch, plan)
         sampling, drawn = batch.sampling, None
         if logits is not None:

@@ -121,12 +121,9 @@ def end_context(
     linger: int | None = None,
     timeout_s: float = END_TIMEOUT_S,
 ) -> bool:
-    """End `context`; return whether that was done in time.
-
-    libzmq's own end has no bound: in 4.3.5 it hangs about once in a thousand times when the peer
-    closes its end in the same moment. Sockets that are still open are closed with `linger` in ms,
-    or their own. What does not end in `timeout_s` is left to the end of the process.
-    """
+    """End `context`, closing open sockets with `linger` in ms; return whether that was done in
+    time. libzmq 4.3.5 hangs about once in a thousand times when the peer closes its end in the same
+    moment: what does not end in `timeout_s` is left to the end of the process."""
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True
     )

@@ -72,8 +72,6 @@ class NotSaveableError(RuntimeError):
 
 
 class _Source(NamedTuple):
-    """What is compiled, and how."""
-
     graph: fx.GraphModule
     inputs: Sequence[Any]
     options: Mapping[str, Any]
@@ -239,22 +237,15 @@ Generated = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass
 class _Call:
-    """A call of generated code."""
-
     code: Generated
     inputs: list[Any]
     outputs: Sequence[Any]
 
 
 class DirectCall:
-    """A compiled piece that is called without torch's layers around it.
-
-    An artifact's call passes five Python functions of torch before it reaches the code that
-    Inductor generated: 12 us a piece on a CPU, 7 % of a decode step of the bundled model. They are
-    left out if the first call shows that they pass everything through.
-
-    Invariant: equal arguments give what `compiled` gives, whichever way is taken.
-    """
+    """A compiled piece without torch's layers around it: five Python functions before the generated
+    code, 12 us a piece on a CPU, 7 % of a decode step of the bundled model. They are left out if
+    the first call shows that they pass everything through, so either way gives the same."""
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self.compiled = compiled
@@ -281,7 +272,6 @@ class DirectCall:
 
 
 def _is_same(args: tuple[Any, ...], outputs: Any, call: _Call) -> bool:
-    """Return whether generated code got what the piece got, and returned what it returned."""
     return (
         isinstance(outputs, tuple | list)
         and len(args) == len(call.inputs)

@@ -177,14 +177,9 @@ def capture_all(
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaptureReport:
-    """Capture every case, the same on all ranks, largest first, and report.
-
-    Args:
-        warmups: eager runs before a capture, by mode.
-        synchronize: waits for the device after each graph.
-        fits_on_all_ranks: waits for the other ranks before each graph; whether it fits on all.
-        progress: called with (graphs done, graphs in all), on rank 0 alone.
-    """
+    """Capture every case, the same on all ranks, largest first, and report. `synchronize` waits for
+    the device after each graph, `fits_on_all_ranks` before it for the other ranks; `progress` is
+    called on rank 0 alone."""
     started, num_bytes = clock(), pools.num_bytes
     ordered = sorted(cases, key=lambda case: _order((case.mode, case.descriptor)))
     captured, skipped = [], []
@@ -294,8 +289,8 @@ def capture_trials(
     synchronize: Callable[[], None],
     used_bytes: Callable[[], int],
 ) -> list[CaptureTrial]:
-    """Capture the two largest graphs of each mode, measure them, and forget them. `cases`: the same
-    on all ranks, those of a mode side by side, largest first."""
+    """Capture the two largest graphs of each mode, measure them, and forget them. `cases`: those of
+    a mode side by side, largest first."""
     trials = []
     for _, same_mode in groupby(cases, key=lambda case: case.mode):
         graphs, grown, before = list(same_mode), [0, 0], used_bytes()

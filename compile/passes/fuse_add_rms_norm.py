@@ -89,7 +89,6 @@ def _can_replace(match: Match) -> bool:
 
 
 def _can_move(match: Match) -> bool:
-    """Return whether the norm can be computed where the sum is."""
     node = match["sum"].next
     while node is not match["norm"]:
         if node is match["weight"] or graph_pass.writes(node):

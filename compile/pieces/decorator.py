@@ -132,7 +132,6 @@ def dynamic_dims(
 
 
 def _is_tensor(hint: Any) -> bool:
-    """Accept `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
         return rest == [torch.Tensor]

@@ -130,7 +130,6 @@ def _unknown(message: str) -> Cause:
 
 
 def _frames(text: str) -> list[FrameSummary]:
-    """Read the frames of a stack that is part of a text."""
     found = re.findall(r'File "(.+)", line (\d+), in (.+)', text)
     return [FrameSummary(file, int(line), name) for file, line, name in found]
 
@@ -275,7 +274,6 @@ def recompile_hazards(function: Callable[..., Any]) -> list[str]:
 
 
 def _hazard(node: ast.AST) -> tuple[str, str] | None:
-    """Return the pattern that a node is an instance of, and what to write instead."""
     match node:
         case ast.Call(func=ast.Attribute(attr="bit_length")):
             return "bit_length()", "next_pow2 of compile.pieces.shapes"

@@ -121,12 +121,9 @@ class ForwardPlan:
 def bind(
     scope: CompileScope, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]
 ) -> Runnable:
-    """Return the planned forward of `module` as a function of the plan's arguments.
-
-    Weights are looked up here and never again: assigning a new tensor to an attribute later is
-    not seen, writing into the tensor is. Raises PlanError if the module lacks a tensor or it is
-    laid out differently, and StitchError if an op is not registered.
-    """
+    """Return the planned forward of `module` as a function of the plan's arguments. Weights are
+    looked up now: a tensor that is assigned later is not seen. PlanError: a tensor is missing or
+    laid out differently; StitchError: an op is not registered."""
     config = scope.config
     has_graphs = config.graph_mode.requires_piecewise_compilation()
     values: dict[str, Any] = {piece.name: pieces[piece.name] for piece in plan.pieces}

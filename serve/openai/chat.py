@@ -196,7 +196,6 @@ class ChatAdapter(ConversationAdapter):
             yield self._chunk([], generation.usage())
 
     def _take(self, choice: Choice, parser: AnswerParser) -> tuple[AnswerDelta, dict[str, Any]]:
-        """Return what is new of a choice: its text, and what else is said of it."""
         request, found = self.request, choice.take()
         answer = parser.push(found.text, is_last=found.finish_reason is not None)
         # An answer that was cut ends with that, calls or not.

@@ -172,7 +172,6 @@ def _too_large(limit: int, found: str) -> ApiError:
 
 
 async def _parts(request: Request) -> AsyncGenerator[bytes, None]:
-    """Yield the parts of a body; raises ClientDisconnect."""
     try:
         async for part in request.stream():
             if part:  # the last one is empty
@@ -314,18 +313,14 @@ class _Answer(Response):
         self._leave()
 
     def _leave(self) -> None:
-        """End the answer: its client has left, or does not read."""
         self._generation.on_full = None
         if not self._is_over and not self._stays.expired():
             self._stays.reschedule(self._loop.time())
 
 
 class EventStream(_Answer):
-    """Sends each event of a generation, and [DONE] at the end.
-
-    Events of a typed stream, as that of Responses, bear the name of their type, and no [DONE] is at
-    its end.
-    """
+    """Sends each event of a generation, and [DONE] at the end. Typed events bear the name of their
+    type, and have no [DONE]."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation, "text/event-stream")

@@ -59,12 +59,9 @@ COPIES_IN_MEMORY = 4
 
 
 class Backend(Protocol):
-    """The pools behind the HTTP layer. All methods are called on the ingress's event loop.
-
-    `failure` is what does not work and is not on its way to, or empty; `status` the HTTP status and
-    the body of /ready, `figures` the body of /status; `metrics` takes what this process has
-    counted, and returns what all have.
-    """
+    """The pools behind the HTTP layer, called on the ingress's event loop. `failure` is what does
+    not work and is not on its way to, or empty; `status` and `figures` are the answers of /ready
+    and /status; `metrics` takes what this process has counted, and returns what all have."""
 
     def is_ready(self) -> bool: ...
     def failure(self) -> str: ...
@@ -76,12 +73,9 @@ class Backend(Protocol):
     def generate(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Start one sequence and yield its outputs in order; it may raise before the first.
-
-        The last one has a finish_reason of stop, length, abort or error. `aclose()`, or
-        cancelling the task that waits for the next output, aborts the sequence. The backend puts
-        its own address into `reply_to`, and notes in `record` what it learns of the way.
-        """
+        """Start one sequence and yield its outputs; the last one has a finish_reason. `aclose()`,
+        or cancelling the task that waits, aborts it. The backend puts its own address into
+        `reply_to`, and notes in `record` what it learns of the way."""
 
 
 class Serving:
@@ -396,12 +390,9 @@ def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> 
 
 
 class AnswerSize:
-    """How large one request's answer may become, about, in bytes of JSON.
-
-    A few hundred bytes can ask for hundreds of megabytes: log-probabilities of a long prompt,
-    repeated for 128 choices. What a client has not read stays in memory, here or in the proxy in
-    front, so an answer is bounded before it is begun.
-    """
+    """How large one request's answer may become, about, in bytes of JSON. A few hundred bytes can
+    ask for hundreds of megabytes, which stay in memory here or in the proxy until they are read, so
+    an answer is bounded before it is begun."""
 
     def __init__(self, adapter: RequestAdapter, prompts: Sequence[Sequence[int]]) -> None:
         request, params = adapter.request, adapter.params

@@ -234,7 +234,6 @@ _SHARED = sorted({*ResponsesRequest.__struct_fields__} & {*ChatRequest.__struct_
 
 
 def _chat_of(request: ResponsesRequest) -> ResponsesChat:
-    """Return the chat that a request is equivalent to; raises FieldError."""
     if len(request.metadata) > MAX_METADATA:
         raise FieldError("metadata", f"at most {MAX_METADATA} texts", len(request.metadata))
     if any(len(text) > MAX_METADATA_CHARS for pair in request.metadata.items() for text in pair):
@@ -359,8 +358,6 @@ _TEXTS = {
 
 
 class _OutputItem:
-    """An item of an output that is being written."""
-
     def __init__(self, kind: str, index: int, **fields: Any) -> None:
         prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}[kind]
         self.kind = kind

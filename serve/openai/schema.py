@@ -199,7 +199,6 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
         )
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """Return what the text must be; raises FieldError."""
         found = self._structured_fields()
         if len(found) > 1:
             raise FieldError(found[1], f"none beside {found[0]}", Words("both"))
@@ -218,7 +217,6 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
             raise error.renamed(self._structured_spelling(error.field)) from error
 
     def _structured_fields(self) -> list[str]:
-        """Return the fields that ask for structured output."""
         found = ["response_format"] if self.formats_text else []
         others = ("structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
         return found + [name for name in others if getattr(self, name) is not None]

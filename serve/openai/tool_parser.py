@@ -339,7 +339,6 @@ class ToolParser:
             self._deltas.append(CallDelta(number, name if is_first else None, arguments))
 
     def _closer(self) -> Generator[None]:
-        """Leave out what ends a call, and white space before it."""
         closer = self._format.closer
         while closer and (yield from self._char()) in SPACE:
             end = self._end_of_space()
@@ -368,7 +367,6 @@ class ToolParser:
         return len(self._text) if rest is None else rest.start()
 
     def _char(self) -> Generator[None, None, str]:
-        """Return the next character, once there is one."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]
@@ -515,7 +513,6 @@ class JsonScanner:
         return char
 
     def _one_of(self, chars: str) -> Generator[None, None, str]:
-        """Consume a character that has to be one of these."""
         char = yield from self._char()
         if char not in chars:
             raise _NotJson
@@ -523,7 +520,6 @@ class JsonScanner:
         return char
 
     def _char(self) -> Generator[None, None, str]:
-        """Return the next character, once there is one."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]

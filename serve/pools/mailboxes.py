@@ -113,7 +113,6 @@ class Mailbox:
 
 
 def _continues(before: EngineOutput, output: EngineOutput) -> bool:
-    """Return whether an output only adds tokens right behind those of the one before."""
     only_tokens = not (before.finish_reason or output.finish_reason or output.prompt_logprobs)
     return only_tokens and output.position == before.position + len(before.token_ids)
 

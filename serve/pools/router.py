@@ -190,7 +190,6 @@ class _Call:
             asyncio.get_running_loop().call_later(CANCEL_AFTER_S, self._cancel)
 
     def _cancel(self) -> None:
-        """Cancel the call, which makes its replica abort the request."""
         if not self._task.done():
             self._response.cancel()
             self._task.cancel()
@@ -226,7 +225,6 @@ class _Call:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the running task was told to end."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

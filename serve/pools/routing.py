@@ -39,7 +39,6 @@ class LeaderRouter:
         return leader
 
     def give_back(self, leader: int, num_tokens: int) -> None:
-        """Note that a request which `take` gave to the leader has ended."""
         self.loads[leader] -= self._cost(num_tokens)
 
     def _cost(self, num_tokens: int) -> int:

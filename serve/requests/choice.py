@@ -84,12 +84,9 @@ class OutputDelta(msgspec.Struct):
 
 
 class Choice:
-    """One sequence of a request, as it is generated.
-
-    With `include_stop_str_in_output` the text ends with the stop string, or with the text of the
-    token that ended the sequence; otherwise it ends before. A stop string that is complete within
-    the first `min_tokens` tokens is text like any other.
-    """
+    """One sequence of a request, as it is generated. With `include_stop_str_in_output` the text
+    ends with what ended it, otherwise before. A stop string that is complete within the first
+    `min_tokens` tokens is text like any other."""
 
     def __init__(
         self,

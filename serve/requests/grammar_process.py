@@ -204,7 +204,6 @@ def _serve(path: Path, max_bytes: int) -> None:
 
 
 def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int) -> Tried:
-    """Compile in a child, and return what its end says."""
     wanted, max_cpu_s = order
     source, sink = os.pipe()
     try:
@@ -235,7 +234,6 @@ def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int)
 def _be_child(
     vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int, source: int, sink: int
 ) -> None:
-    """Compile a grammar within its limits, write what was found, and end."""
     (wanted, max_cpu_s), code = order, 1
     try:
         # The caller reads on until nobody has the other end of its pipe.

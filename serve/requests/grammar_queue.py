@@ -235,7 +235,6 @@ class GrammarQueue:
             _answer(dropped, Overloaded(RETRY_AFTER_S, limit))
 
     def _go_on(self) -> None:
-        """Begin what there is a process for."""
         while (job := self._turns.take(self._clock())) is not None:
             self._spawn(self._try(job, self._idle.pop()))
         if self._turns.are_waiting and self._cold:
@@ -247,7 +246,6 @@ class GrammarQueue:
         task.add_done_callback(self._tasks.discard)
 
     async def _start_another(self, process: GrammarProcess) -> None:
-        """Start a process for grammars that wait when it is ready."""
         try:
             await asyncio.to_thread(process.start)
         except GrammarProcessLost as error:

@@ -191,12 +191,9 @@ class Resolver:
             self._grammar = Grammar(grammar_text(params.structured_outputs), eos)
 
     def choices(self, prompt_len: int, max_tokens_left: int | None = None) -> list[Sampling]:
-        """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
-
-        Choices differ in their seeds; the first one alone asks for the prompt's log-probabilities.
-        max_tokens_left bounds a `max_tokens` that was not given, as the model's length does.
-        FieldError if the prompt, max_tokens or min_tokens do not fit.
-        """
+        """Return what the engine needs for each choice; they differ in their seeds, and the first
+        one alone asks for the prompt's log-probabilities. `max_tokens_left` bounds a `max_tokens`
+        that was not given. FieldError if the prompt, max_tokens or min_tokens do not fit."""
         params = self._params
         first = Sampling(
             temperature=float(params.temperature),
@@ -250,7 +247,6 @@ def _another_choice(first: Sampling, index: int) -> Sampling:
 
 
 def _rules(params: SamplingParams) -> LogitRules | None:
-    """Return the rules, or None where they would change nothing."""
     # One bit per token up to the highest of these, lowest bit first.
     token_ids = params.allowed_token_ids or []
     allowed = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)

@@ -161,9 +161,9 @@ class Tokenizer:
         max_tokens: int | None = None,
         check: Callable[[], None] | None = None,
     ) -> list[int]:
-        """Return the token ids of `text`. A long text is counted in pieces first where there is a
-        limit, since the tokenizer takes some 400 bytes for each token: TooManyTokens if they have
-        more than `max_tokens`. `check` is called between pieces, and may raise."""
+        """Return the token ids of `text`; TooManyTokens if they are more than `max_tokens`. A long
+        text is counted in pieces first, since the tokenizer takes some 400 bytes for each token;
+        `check` is called between pieces, and may raise."""
         if max_tokens is not None and len(text) > PIECE_CHARS:
             num_tokens = 0
             for start in range(0, len(text), PIECE_CHARS):
@@ -198,11 +198,8 @@ class Tokenizer:
         **kwargs: Any,
     ) -> list[int]:
         """Return the token ids of the conversation, by default ready for the assistant's turn.
-
-        `kwargs` are those of transformers; others reach the template as variables. Templates run
-        in transformers' sandbox, which keeps them from the process but not from its time.
-        ChatTemplateError if there is none or it refuses; TooManyTokens as of `encode`.
-        """
+        `kwargs` are those of transformers; others reach the template as variables.
+        ChatTemplateError if there is none or it refuses; TooManyTokens as of `encode`."""
         if not self._hf.chat_template:
             raise ChatTemplateError(
                 "the model's checkpoint has no chat template; use /v1/completions or serve a "
@@ -257,7 +254,6 @@ class Tokenizer:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """Return the byte of a token spelt <0x0A>, or None for any other token."""
     found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     return bytes.fromhex(found[1]) if found else None
 
@@ -322,13 +318,10 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other vocabularies: decodes the last tokens with and without the new ones.
-
-    The tokens of the previous delta, at first the prompt's last ones, stay as context, since a
-    token that opens a text may lose its leading space. A run of byte-fallback tokens is text as
-    soon as they make a character. From the first byte that makes none each is U+FFFD, to the end
-    of the run; decoding all at once would turn the characters before it into U+FFFD as well.
-    """
+    """For all other vocabularies: decodes the last tokens with and without the new ones. The tokens
+    of the previous delta, at first the prompt's last ones, stay as context, since a token that
+    opens a text may lose its leading space. A run of byte-fallback tokens is text as soon as they
+    make a character; from the first byte that makes none each is U+FFFD, to the end of the run."""
 
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
@@ -375,7 +368,6 @@ class WindowDetokenizer:
         return token_id in self._skipped or self._tokenizer.token(token_id) is None
 
     def _is_character(self) -> bool:
-        """Return whether the bytes that wait make a character."""
         if len(self._bytes) > MAX_UTF8_BYTES:
             return False
         try:

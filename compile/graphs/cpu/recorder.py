@@ -313,8 +313,6 @@ class Modes:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Hands every op on."""
-
     def __init__(self, handle: Callable[..., Any], stack: Modes) -> None:
         TorchDispatchMode.__init__(self)
         self._handle = handle
@@ -387,7 +385,6 @@ def _call(
     found: Any,
     targets: list[torch.Tensor | None],
 ) -> Call:
-    """Return the call that a replay makes, with frozen arguments, to fill the targets."""
     fn = function_of(fn, "cpu") or fn
     target = targets[0] if isinstance(found, torch.Tensor) else None
     if target is not None and name in COPIES:
