@@ -1,8 +1,6 @@
 """`resolve`: what a configuration leaves open is filled in from the scheduler and the pool.
-
 `_RULES` has one rule for each field that may be open, in the order in which they are decided.
-Resolving again changes nothing, unless attention can do less than was assumed.
-"""
+Resolving again changes nothing, unless attention can do less than was assumed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The one table of model families, by Hugging Face architecture name.
-
-All are pre-norm decoders with grouped-query attention, rotary positions and gated MLPs or experts.
-A row holds what is particular to one. A test compares the values with the transformers library's.
-"""
+"""The one table of model families, by Hugging Face architecture name. All are pre-norm decoders
+with grouped-query attention, rotary positions and gated MLPs or experts. A row holds what is
+particular to one. A test compares the values with the transformers library's."""
 
 from __future__ import annotations
 

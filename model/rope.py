@@ -1,8 +1,6 @@
-"""Rotary position embedding as a configuration describes it, one class for each kind.
-
-These are numbers only, in either spelling (`rope_parameters`, as transformers 5 writes it, or the
-older `rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them.
-"""
+"""Rotary position embedding as a configuration describes it, one class for each kind. These are
+numbers only, in either spelling (`rope_parameters`, as transformers 5 writes it, or the older
+`rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them."""
 
 from __future__ import annotations
 

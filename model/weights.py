@@ -1,8 +1,6 @@
 """Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
-
 The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
-before the first byte of weights is read. What was read must be finite on its device.
-"""
+before the first byte of weights is read. What was read must be finite on its device."""
 
 from __future__ import annotations
 

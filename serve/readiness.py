@@ -1,8 +1,6 @@
-"""What `/ready` and `/health` answer, from what the status board said last.
-
-Ready: every pool and the ingresses have all their replicas, and all of them serve. Degraded: some
-are missing, and the rest serves. Nothing here does I/O; times are given to it.
-"""
+"""What `/ready` and `/health` answer, from what the status board said last. Ready: every pool and
+the ingresses have all their replicas, and all of them serve. Degraded: some are missing, and the
+rest serves. Nothing here does I/O; times are given to it."""
 
 from __future__ import annotations
 

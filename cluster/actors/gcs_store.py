@@ -1,8 +1,6 @@
-"""What outlives processes: an application's secret, its totals, and why its pools cannot start.
-
-It is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`,
-as Ray itself does; the functions are older than Ray 1.0. Every call blocks for a moment.
-"""
+"""What outlives processes: an application's secret, its totals, and why its pools cannot start. It
+is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`, as
+Ray itself does; the functions are older than Ray 1.0. Every call blocks for a moment."""
 
 from __future__ import annotations
 

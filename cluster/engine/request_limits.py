@@ -1,8 +1,6 @@
-"""What an engine can serve: a request that it could never finish is refused by name.
-
-Only what cannot change while the engine lives is asked here. Bounds that hold for every engine
-stand in the wire structs' types, and were checked where the request was decoded.
-"""
+"""What an engine can serve: a request that it could never finish is refused by name. Only what
+cannot change while the engine lives is asked here. Bounds that hold for every engine stand in the
+wire structs' types, and were checked where the request was decoded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A sequence's place in its grammar, and a grammar that is ready.
-
-Nothing here imports the grammar library, so an engine runs without it. A sequence enters no batch
-before its grammar is compiled, and a step's masks are filled from what the scheduler hands over.
-"""
+"""A sequence's place in its grammar, and a grammar that is ready. Nothing here imports the grammar
+library, so an engine runs without it. A sequence enters no batch before its grammar is compiled,
+and a step's masks are filled from what the scheduler hands over."""
 
 from __future__ import annotations
 

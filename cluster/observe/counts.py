@@ -1,8 +1,6 @@
-"""Counters that outlive the processes that count.
-
-A process counts from zero and says how far it has come. `Ledger` adds to its totals what is new
-each time, so a total neither jumps back when a process ends, nor counts twice what one says again.
-"""
+"""Counters that outlive the processes that count. A process counts from zero and says how far it
+has come. `Ledger` adds to its totals what is new each time, so a total neither jumps back when a
+process ends, nor counts twice what one says again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """What a rank's model is compiled with: the scope that it is built in, and its part of the cache's
-key.
-
-What is left out of the key must not change generated code: ranks, ports, paths, sizes of graphs.
-"""
+key. What is left out of the key must not change generated code: ranks, ports, paths, sizes of
+graphs."""
 
 from __future__ import annotations
 

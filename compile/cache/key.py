@@ -1,8 +1,6 @@
-"""The key of compiled code: a list of named facts, each of which decides what is generated.
-
-A fact that is left out makes two different programs share code; one too many (a port, a rank, a
-path, the sizes that are captured) makes every start a cold one.
-"""
+"""The key of compiled code: a list of named facts, each of which decides what is generated. A fact
+that is left out makes two different programs share code; one too many (a port, a rank, a path, the
+sizes that are captured) makes every start a cold one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Say why a forward is not one graph, or not one for all sizes, where, and what to write instead.
-
 Reading a value of a tensor is refused here even if torch can trace it, because each read waits for
-the device, in the middle of what is to be captured.
-"""
+the device, in the middle of what is to be captured."""
 
 from __future__ import annotations
 

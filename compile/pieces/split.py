@@ -1,8 +1,6 @@
 """Split a traced forward at its splitting ops, which run eagerly, and name equal pieces equally.
-
 Every piece returns a tuple, because a freshly compiled piece and one that was loaded disagree about
-bare outputs.
-"""
+bare outputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""One line in the log for each request: what it was, how long it took, how it ended.
-
-Nothing of prompts, answers, headers or keys is in it. Lines are written by a thread of their own:
-a terminal that does not read must not hold up anybody's tokens.
-"""
+"""One line in the log for each request: what it was, how long it took, how it ended. Nothing of
+prompts, answers, headers or keys is in it. Lines are written by a thread of their own: a terminal
+that does not read must not hold up anybody's tokens."""
 
 from __future__ import annotations
 

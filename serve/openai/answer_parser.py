@@ -1,8 +1,6 @@
 """One answer of a chat: its text, divided into reasoning, content and tool calls as it arrives.
-
 Reasoning is what `<think>` models write between two markers, around which white space is dropped.
-How the text is cut into pieces makes no difference.
-"""
+How the text is cut into pieces makes no difference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The JSON that clients read, as structs in OpenAI's order of fields.
-
-UNSET fields leave no trace in the JSON; None is an explicit null. Log-probabilities have
-another shape at each of the two endpoints.
-"""
+"""The JSON that clients read, as structs in OpenAI's order of fields. UNSET fields leave no trace
+in the JSON; None is an explicit null. Log-probabilities have another shape at each of the two
+endpoints."""
 
 from __future__ import annotations
 

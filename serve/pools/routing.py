@@ -1,8 +1,6 @@
-"""Which data-parallel rank of a group gets a request.
-
-Equal ranks take turns, so that a burst of short requests, each of which has ended before the next
-one comes, does not always meet the same rank.
-"""
+"""Which data-parallel rank of a group gets a request. Equal ranks take turns, so that a burst of
+short requests, each of which has ended before the next one comes, does not always meet the same
+rank."""
 
 from __future__ import annotations
 

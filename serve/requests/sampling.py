@@ -1,8 +1,6 @@
 """Sampling parameters: what a request may ask for, and its resolution to what the engine takes.
-
 Names and defaults are those of vLLM's `SamplingParams`. A value that cannot be met is refused,
-never clamped; only a `max_tokens` that was not given shrinks to what is left.
-"""
+never clamped; only a `max_tokens` that was not given shrinks to what is left."""
 
 from __future__ import annotations
 
