@@ -34,8 +34,6 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The shape of a rank group."""
-
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     lockstep: bool = True
@@ -43,7 +41,6 @@ class ParallelConfig:
 
     @property
     def lockstep_size(self) -> int:
-        """Data-parallel ranks that step together."""
         return self.data_parallel_size if self.lockstep else 1
 
     @property
@@ -64,8 +61,6 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step."""
-
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Tokens of one step: decodes and prefill chunks together."""
@@ -82,8 +77,6 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How KV travels from prefill to decode ranks."""
-
     transport: str = "auto"
     """auto: shared memory on one node, TCP between nodes."""
     lease_s: float = 30.0
@@ -100,8 +93,6 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine: a model, a role and the limits of its steps."""
-
     model_path: str
     max_model_len: int
     """Prompt and output tokens of one sequence together."""

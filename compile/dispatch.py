@@ -120,12 +120,10 @@ def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) ->
 
 
 def ascending(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return sizes in ascending order, each once."""
     return tuple(sorted(set(sizes)))
 
 
 def within(sizes: Sequence[int], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split sizes into those that a step can have and those above."""
     return tuple(n for n in sizes if n <= most), tuple(n for n in sizes if n > most)
 
 

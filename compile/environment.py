@@ -76,7 +76,6 @@ def apply_log_level() -> None:
 
 
 def log_level() -> int:
-    """Return the level of Lockstep's loggers: INFO by default."""
     name = os.environ.get(LOG_LEVEL) or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:

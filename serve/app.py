@@ -75,7 +75,6 @@ def deploy(args: dict[str, Any]) -> Application:
 
 
 def build(config: DeployConfig) -> Application:
-    """Build the application: ingresses over one deployment per pool."""
     handles = {
         pool.name: _pool_deployment(pool).bind(pool, config.config_hash) for pool in config.pools
     }

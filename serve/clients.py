@@ -109,7 +109,6 @@ class ApiKeys:
             self._read(file)
 
     def has(self, key: str) -> bool:
-        """Return whether a key is known, in the same time for every key."""
         if self._file is not None and self._clock() >= self._look_at:
             try:
                 if self._read(self._file):

@@ -52,8 +52,6 @@ is free."""
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the HTTP application knows of a deployment."""
-
     served_model_name: str
     """What answers call the model."""
     other_model_names: tuple[str, ...] = ()
@@ -84,8 +82,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """One pool: how many groups of which engine."""
-
     name: str
     replicas: int
     num_cpus: float

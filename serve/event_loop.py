@@ -170,7 +170,6 @@ class StreamBatcher:
 
     @contextmanager
     def streaming(self, num: int) -> Iterator[None]:
-        """Count so many streams more while the block lasts."""
         self.num_streams += num
         try:
             yield

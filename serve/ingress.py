@@ -51,8 +51,6 @@ class _PoolHandle:
 
 @ray_serve.ingress()
 class Ingress:
-    """One replica: a core, its sockets, and the HTTP application over it."""
-
     # Ray Serve awaits constructors: sockets need the running loop.
     async def __init__(  # type: ignore[misc]
         self, config: DeployConfig, handles: dict[str, DeploymentHandle]

@@ -63,8 +63,6 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 @dataclass
 class CompletionOutput:
-    """One choice of what was generated for a prompt."""
-
     index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -75,8 +73,6 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt with what was generated for it."""
-
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -88,8 +84,6 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine with its tokenizer, in this process."""
-
     def __init__(
         self,
         model: str | Path | None = None,

@@ -24,8 +24,6 @@ LINE_PERIOD_S = 5.0
 
 
 class Readiness:
-    """How an application is, as one of its ingresses sees it."""
-
     def __init__(self, config: DeployConfig, ingress_id: str, now: float) -> None:
         nothing: dict[str, Any] = {"pools": {}, "ingresses": [], "loading": []}
         self.body: dict[str, Any] = {"status": "loading", "compiling": False, **nothing}
@@ -40,7 +38,6 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be served now."""
         serves = self.body["status"] in ("ready", "degraded")
         return serves and self.has_tokenizer and not self._is_draining
 
@@ -71,7 +68,6 @@ class Readiness:
         self.body = {**self.body, "status": "draining"}
 
     def elapsed_s(self, now: float) -> float:
-        """Return how long something has been missing."""
         return now - self._complete_at
 
     def are_pools_late(self, body: dict[str, Any], now: float) -> bool:
@@ -192,7 +188,6 @@ class StartLog:
         self._state = "loading"
 
     def see(self, body: dict[str, Any]) -> None:
-        """Say what `/ready`'s body has, if that is due."""
         is_compiling = body["status"] == "ready" and body["compiling"]
         state = "compiling" if is_compiling else body["status"]
         now = self._clock()

@@ -174,7 +174,6 @@ def _say(line: str) -> None:
 
 
 def has_started_cluster() -> bool:
-    """Return whether a raylet is a child of this process."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             _, name, rest = stat.read_text().replace("(", ")", 1).split(")", 2)

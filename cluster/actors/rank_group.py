@@ -99,7 +99,6 @@ class RankGroup:
         watchdog_s: float,
         epoch: int = 0,
     ) -> None:
-        """Own these ranks, which stand in the order of `places_of`."""
         self.epoch = epoch
         self.handles = list(handles)
         self.places = places_of(parallel, epoch)

@@ -32,8 +32,6 @@ def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[i
 
 
 class RayRank:
-    """The `RankHandle` of an actor."""
-
     def __init__(self, actor: Any, board: Any) -> None:
         self.actor = actor
         self._board = board

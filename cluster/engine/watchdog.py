@@ -62,8 +62,6 @@ class Heartbeat:
 
 
 class Watchdog:
-    """The owner's judgement of one group under one epoch."""
-
     def __init__(
         self,
         names: Sequence[str],

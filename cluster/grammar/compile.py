@@ -54,7 +54,6 @@ class VocabularyError(ValueError):
 
 
 def of_json_schema(schema: dict[str, Any] | bool) -> str:
-    """Return the grammar of the JSON texts that a schema describes."""
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:

@@ -37,8 +37,6 @@ TOO_COSTLY = "its masks take too long to compute"
 
 
 class GrammarMasks:
-    """Compiled grammars and masks of one sampling rank."""
-
     def __init__(
         self,
         vocabulary: Vocabulary | VocabularyError,
@@ -107,7 +105,6 @@ class GrammarMasks:
     # --- for the runner ---
 
     def take(self) -> Masks:
-        """Wait for the masks of `filled_step` and return them."""
         return self._filled.result()
 
     def close(self) -> None:

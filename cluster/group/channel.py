@@ -151,7 +151,6 @@ class StepReceiver:
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
 
     def open(self, hello: FollowerHello) -> None:
-        """Greet the leader and check its answer."""
         self._link.greet(hello)
         self._link.await_hello(hello, LeaderHello)
 

@@ -191,7 +191,6 @@ class KVHolder:
         return ended
 
     def next_deadline(self) -> float | None:
-        """Return when the next lease runs out, by the clock."""
         return next((lease.deadline for lease in self._leases.values()), None)
 
     def is_alive(self, handoff_id: int) -> bool:

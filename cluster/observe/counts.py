@@ -46,7 +46,6 @@ class Histogram:
 
 
 def bound_text(bound: float) -> str:
-    """Return a bucket's upper bound as Prometheus spells it."""
     return INFINITE if bound == float("inf") else repr(float(bound))
 
 

@@ -63,7 +63,6 @@ class Staging:
             buffer.host = buffer.hosts[self._turn]
 
     def stage(self, start: int, end: int) -> None:
-        """Let the next `upload` copy these bytes."""
         if start < end:
             self._spans.append((start, end))
 

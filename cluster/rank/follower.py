@@ -65,7 +65,6 @@ class FollowerLoop:
         reader: KVReader | None,
         is_overlapped: bool = False,
     ) -> None:
-        """`is_overlapped` as the leader's loop is."""
         self.receiver = receiver
         self.step = 0
         self.is_stopping = False

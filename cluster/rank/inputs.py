@@ -100,8 +100,6 @@ class StaticTable:
 
 
 class StepInputs:
-    """Row state and static buffers of one rank."""
-
     def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         max_blocks_per_seq = config.max_blocks_per_seq

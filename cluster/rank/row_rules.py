@@ -27,8 +27,6 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Counted:
-    """Tokens of a step that count towards penalties."""
-
     places: torch.Tensor
     """int64 [C, 2]: where in the step each lies, and its row."""
     num_output: int

@@ -102,7 +102,6 @@ class Index:
             return cls()
 
     def write(self, path: Path) -> None:
-        """Write the whole index, the same text for the same content."""
         plans = dict(sorted(self.plans.items()))
         content = {"version": VERSION, "entries": dict(self.places()), "plans": plans}
         write_checked(path, pprint.pformat(content, width=100, sort_dicts=False) + "\n")
@@ -278,7 +277,6 @@ class CompileCache:
 
 
 def root_directory(config: CompilationConfig) -> Path:
-    """Return the directory of all compiled forwards."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()
     return cache_root() / "compile"
@@ -332,5 +330,4 @@ def _read_pointer(path: Path) -> list[list[str]]:
 
 
 def entry_key(graph_key: str, shape: Shape) -> str:
-    """Return the key of a piece that is compiled for `shape`."""
     return hashlib.sha256(f"{graph_key}\0{shape_text(shape)}".encode()).hexdigest()[:32]

@@ -254,7 +254,6 @@ class DirectCall:
 
     @boundary
     def __call__(self, *args: Any) -> Any:
-        """Run the piece; return its outputs, a tuple or a list."""
         if (
             self._code is not None
             and torch.is_inference_mode_enabled()

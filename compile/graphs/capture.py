@@ -67,7 +67,6 @@ def capture_window() -> Iterator[None]:
 
 
 def is_in_capture_window() -> bool:
-    """Return whether wrappers on this thread capture."""
     return _thread.num_windows > 0
 
 
@@ -206,7 +205,6 @@ def capture_all(
 
 
 def joined(reports: Sequence[CaptureReport]) -> CaptureReport:
-    """Return what several windows captured as one report."""
     return CaptureReport(
         sum(report.elapsed_s for report in reports),
         _ascending([graph for report in reports for graph in report.captured]),

@@ -24,8 +24,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaGraphPool:
-    """A private pool of torch's allocator."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle: Any = torch.cuda.graph_pool_handle()

@@ -75,7 +75,6 @@ class GraphPools:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all of them have reserved."""
         return sum(pool.num_bytes for pool in self._pools.values())
 
     def of(self, descriptor: BatchDescriptor) -> GraphPool:

@@ -176,7 +176,6 @@ Match = dict[str, Any]
 
 
 def find(pattern: Pattern, node: Node) -> Iterator[Match]:
-    """Yield every way in which `pattern` ends in `node`."""
     yield from _match(pattern, node, {"": ()})
 
 

@@ -155,7 +155,6 @@ def find_tokens(example_inputs: Sequence[Any], symbol: Any) -> TokenSource | Non
 
 
 def sized(example_inputs: Sequence[Any], tokens: TokenSource | None, count: int) -> list[Any]:
-    """Return fake inputs with `count` tokens in place of the symbol."""
     if tokens is None:
         raise ValueError(f"compile_sizes: wanted a piece with a token dimension, found {count}")
     carrier = example_inputs[tokens.argument]

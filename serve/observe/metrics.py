@@ -59,7 +59,6 @@ def format_of(accept: str) -> str:
 
 
 def exposition(snapshot: MetricsSnapshot, described: Described, kind: str) -> tuple[bytes, str]:
-    """Return the text in this format, and its content type."""
     # Escaping would turn the colons of the names into underscores, and all of them are plain ASCII.
     wanted = f"{OPEN_METRICS}; version=1.0.0; escaping=allow-utf-8"
     encode, content_type = choose_encoder(wanted if kind == OPEN_METRICS else "")

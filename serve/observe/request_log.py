@@ -47,14 +47,12 @@ class RecordThread:
         self._thread.start()
 
     def write(self, record: RequestRecord) -> None:
-        """Take the record of a request that has just ended."""
         try:
             self._waiting.put_nowait((record, time.monotonic()))
         except queue.Full:
             self._num_dropped += 1
 
     def close(self, timeout_s: float) -> None:
-        """Handle what was put, for at most so long."""
         self._waiting.put(None)
         self._thread.join(timeout_s)
 
@@ -69,8 +67,6 @@ class RecordThread:
 
 
 class RequestLog(RecordThread):
-    """Writes the lines of one process."""
-
     def __init__(self) -> None:
         super().__init__("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S)
 

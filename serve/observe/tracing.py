@@ -83,7 +83,6 @@ class Tracing:
         self.write = self._thread.write
 
     def close(self) -> None:
-        """Send what was written, for at most `CLOSE_S`."""
         self._thread.close(CLOSE_S)
 
     def _make(self, record: RequestRecord, ended_at: float, num_dropped: int) -> None:
@@ -208,7 +207,6 @@ def error_of(record: RequestRecord) -> str:
 
 
 def phases_of(sequence: SequenceRecord, attempt: Attempt) -> Iterator[Phase]:
-    """Yield the parts of an attempt's time, one after the other."""
     is_last = attempt.number == sequence.num_attempts - 1
     reason = sequence.finish_reason if is_last else ""
     error = attempt.lost or (reason if reason in (FAILED, ABORTED) else "")

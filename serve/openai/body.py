@@ -90,7 +90,6 @@ def inert_fields(kind: type) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def ignored_fields(kind: type) -> frozenset[str]:
-    """Return the fields that are accepted with any value."""
     return frozenset().union(*(vars(each).get("IGNORED", ()) for each in kind.__mro__))
 
 

@@ -129,8 +129,6 @@ class ConversationAdapter:
 
 
 class ChatAdapter(ConversationAdapter):
-    """Reads and writes one chat request."""
-
     has_typed_events = False
 
     def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:

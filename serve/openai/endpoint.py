@@ -346,8 +346,6 @@ class EventStream(_Answer):
 
 
 class WholeAnswer(_Answer):
-    """Sends the JSON text of a generation."""
-
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation, "application/json")
 

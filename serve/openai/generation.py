@@ -79,8 +79,6 @@ class Backend(Protocol):
 
 
 class Serving:
-    """What all handlers share."""
-
     def __init__(
         self,
         settings: ApiSettings,

@@ -221,7 +221,6 @@ class ResponsesChat(ChatRequest, frozen=True, kw_only=True):
     """The chat that a request is equivalent to; errors name the request's own fields."""
 
     def spelling(self, param: str) -> str:
-        """Return the JSON field behind a parameter of sampling."""
         own = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
         spelt = own.get(param) or super().spelling(param)
         if not spelt.startswith("response_format"):
@@ -372,7 +371,6 @@ class _OutputItem:
         return "".join(self.parts)
 
     def part(self, text: str) -> Json:
-        """Return the item's content: one part."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -385,8 +383,6 @@ class _OutputItem:
 
 
 class _Output:
-    """The items of one answer, with the events of their lives."""
-
     def __init__(self, calls: ToolFormat | None) -> None:
         self.items: list[_OutputItem] = []
         self._calls = calls
@@ -461,8 +457,6 @@ class _Output:
 
 
 class ResponsesAdapter(ConversationAdapter):
-    """Reads and writes one request for a response."""
-
     has_typed_events = True
 
     def __init__(

@@ -281,7 +281,6 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """What was called."""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as transformers' templates take it."""
         function = self.function
         called = {"name": function.name, "arguments": function.arguments_for_template()}
         return {"id": self.id, "type": "function", "function": called}
@@ -351,7 +350,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Characters of text, also of calls and reasoning."""
         content = self.content or ""
         num_chars = len(content) if isinstance(content, str) else sum(len(p.text) for p in content)
         for call in self.tool_calls:
@@ -481,7 +479,6 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
             raise error.renamed(self.spelling(error.field)) from error
 
     def spelling(self, param: str) -> str:
-        """Return the JSON field behind a parameter of sampling."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         if self.forces_calls and param.startswith("structured_outputs"):
@@ -491,7 +488,6 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
 
     @property
     def forces_calls(self) -> bool:
-        """Whether the output is to be calls and nothing else."""
         return self.tool_choice not in (None, "auto", "none")
 
 

@@ -52,7 +52,6 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that the template tells the model of."""
 
     def chat(self, messages: list[Message]) -> ChatRequest:
-        """Return the chat completion that has the same prompt."""
         return ChatRequest(
             messages=messages,
             add_special_tokens=bool(self.add_special_tokens),

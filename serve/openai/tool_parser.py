@@ -58,7 +58,6 @@ class ToolFormat(Enum):
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What may begin a call within text."""
         return ("<|python_tag|>", "{") if self is ToolFormat.LLAMA3_JSON else self.markers[:1]
 
     @property
@@ -75,8 +74,6 @@ _MARKERS = {
 
 
 class CallDelta(NamedTuple):
-    """What is new of one call."""
-
     number: int
     """Its place among the calls of the answer, from 0."""
     name: str | None
@@ -85,8 +82,6 @@ class CallDelta(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What some text added to an answer."""
-
     content: str
     calls: list[CallDelta]
 
@@ -138,7 +133,6 @@ class ToolParser:
         return parser
 
     def push(self, text: str) -> Parsed:
-        """Add text; return what is certain of it."""
         self._text, self._at = self._text[self._at :] + text, 0
         next(self._reading)
         return self._take()

@@ -74,7 +74,6 @@ class Mailbox:
         """Of pieces of the prompt, which come ahead of the first output."""
 
     def put(self, output: EngineOutput, inbox: str = "") -> None:
-        """Add an output; `inbox` is the engine's address."""
         if inbox and inbox not in self.inboxes:
             self.inboxes.append(inbox)
             self.all_inboxes.append(inbox)
@@ -99,7 +98,6 @@ class Mailbox:
             self._tick.call(self._ring)
 
     async def get(self) -> EngineOutput:
-        """Return the next output, waiting for it."""
         await self._can_take.wait()
         output = self._waiting.popleft()
         if not self._waiting:
@@ -270,7 +268,6 @@ class TokenSocket:
         await self._is_empty.wait()
 
     def shutdown(self) -> None:
-        """Stop receiving and close all sockets."""
         self.task.cancel()
         for socket in (self._socket, *self._engines.values()):
             socket.close(linger=100)

@@ -47,7 +47,6 @@ class CrashHistory:
         return f"lost {self._num_lost} times on its way"
 
     def add(self, reason: FinishReason) -> None:
-        """Count the loss of one attempt."""
         if reason == FinishReason.DIED:
             self._num_deaths += 1
             self._num_failed_trials += self.is_on_trial
@@ -78,7 +77,6 @@ class CrashHistory:
             self.end_trial()
 
     def end_trial(self) -> None:
-        """Let the next suspect in."""
         end, self._end = self._end, None
         if end is not None:
             end()

@@ -142,7 +142,6 @@ class Choice:
             raise GenerationError(output.error or output.finish_reason)
 
     def take(self) -> OutputDelta:
-        """Return what was absorbed since the last call."""
         self.was_taken = True
         delta, self._delta = self._delta, OutputDelta()
         return delta

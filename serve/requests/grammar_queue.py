@@ -59,8 +59,6 @@ this."""
 
 @dataclass(eq=False)
 class Job:
-    """A grammar that waits or is compiled."""
-
     wanted: StructuredOutputsParams
     client: Client
     number: int
@@ -140,7 +138,6 @@ class Turns:
         return job
 
     def end(self, job: Job, cpu_s: float, now: float) -> None:
-        """A try has ended, which took so much of a processor."""
         self._charge(job.client, cpu_s - self._running.pop(job), now)
 
     def _charge(self, client: Client, cpu_s: float, now: float) -> None:

@@ -62,7 +62,6 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The field that is given."""
         return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
 
     @property
@@ -168,7 +167,6 @@ class Verdicts:
     def find(
         self, vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams
     ) -> str:
-        """Return or raise what is known, or else what `check` finds."""
         text = self.known(wanted)
         if text is None:
             try:

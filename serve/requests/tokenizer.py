@@ -313,7 +313,6 @@ class ByteLevelDetokenizer:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """Return what is left when no token follows."""
         return self._utf8.decode(b"", final=True)
 
 

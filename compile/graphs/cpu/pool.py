@@ -48,7 +48,6 @@ class CpuGraphPool:
         return self._arena.find(tensor.untyped_storage().data_ptr(), 0) is not None
 
     def place(self, num_bytes: int) -> tuple[Block, torch.UntypedStorage]:
-        """Return a block, and the storage that owns it."""
         block = self._arena.allocate(num_bytes)
         memory = self._arena.memory(block)
         weakref.finalize(memory, self._let_go.append, block).atexit = False
@@ -63,7 +62,6 @@ class CpuGraphPool:
         return freed
 
     def bytes_of(self, block: Block) -> torch.Tensor:
-        """Return a block as uint8, owning nothing."""
         return torch.frombuffer(self._arena.memory(block), dtype=torch.uint8)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,8 +101,6 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes [start, stop) of a segment."""
-
     segment: int
     start: int
     stop: int
@@ -134,7 +130,6 @@ class Arena:
         return sum(len(segment.memory) for segment in self._segments)
 
     def allocate(self, num_bytes: int) -> Block:
-        """Return a block of at least `num_bytes` bytes."""
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         fitting = [
             (stop - start, i, start)

@@ -129,7 +129,6 @@ class Recorder:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Record what this thread does inside."""
         try:
             with boundary.recording(self), self._modes.on():
                 yield
@@ -350,12 +349,10 @@ class _Reads(TorchFunctionMode):
 
 
 def value_read(name: str) -> CaptureError:
-    """Return the error of a step that reads a value by `name`."""
     return CaptureError(f"{name} at {where()}", "tensors that stay tensors", "a value read")
 
 
 def where() -> str:
-    """Return file and line of the step's code that runs now."""
     hidden = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -500,7 +497,6 @@ class Freezer:
         return value
 
     def context(self, value: ForwardContext | None) -> ForwardContext | None:
-        """Return a forward context as a replay will see it."""
         frozen: ForwardContext | None = self.freeze(value, "forward context")
         return frozen
 
@@ -523,7 +519,6 @@ class Freezer:
 
 
 def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> None:
-    """Raise if a tensor has no address on `device`."""
     if tensor.device.type != device.type:
         raise CaptureError(name, f"a tensor on {device}", describe(tensor))
     if tensor.layout is not torch.strided:
@@ -534,7 +529,6 @@ def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> 
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape and device in words."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{dtype} {list(tensor.shape)} on {tensor.device}{layout}"
