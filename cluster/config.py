@@ -68,11 +68,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             # Else a full batch of decodes could not step as one.
-            raise FieldError(
-                "max_num_batched_tokens",
-                f"at least max_num_seqs ({self.max_num_seqs})",
-                self.max_num_batched_tokens,
-            )
+            wanted = f"at least max_num_seqs ({self.max_num_seqs})"
+            raise FieldError("max_num_batched_tokens", wanted, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,10 @@ class TransferConfig:
     """How long a prefill rank holds blocks without hearing from their reader."""
 
     def __post_init__(self) -> None:
-        if self.transport in ("nixl", "object"):
-            raise FieldError(
-                "kv.transport", "auto, shm or tcp (others are not built yet)", self.transport
-            )
         if self.transport not in ("auto", "shm", "tcp"):
-            raise FieldError("kv.transport", "auto, shm or tcp", self.transport)
+            is_known = self.transport in ("nixl", "object")
+            others = " (others are not built yet)" if is_known else ""
+            raise FieldError("kv.transport", f"auto, shm or tcp{others}", self.transport)
 
 
 @dataclass(frozen=True)

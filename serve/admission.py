@@ -122,10 +122,6 @@ class AdmissionSlot:
         self.num_bytes += num_bytes
         admission._bytes.add(self.client, num_bytes)
 
-    def let_go_of_bytes(self) -> None:
-        """Count no bytes any more: they are token ids now, or on their way."""
-        self.hold(-self.num_bytes)
-
     def grow(self, num_sequences: int) -> None:
         """Take a slot for each of the request's sequences; raises Overloaded."""
         admission = self._admission

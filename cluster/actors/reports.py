@@ -87,7 +87,16 @@ def ready_body(
         "status": _status(pools),
         "compiling": _is_compiling(pools),
         "pools": pools,
-        "ingresses": [_ingress_body(report) for report in ours],
+        "ingresses": [
+            {
+                "id": report.ingress_id,
+                "state": "loading" if report.loading else "ready",
+                "pid": report.pid,
+                "node": report.node,
+                "num_live": report.num_live,
+            }
+            for report in ours
+        ],
         "loading": loading,
     }
 
@@ -152,16 +161,6 @@ def _replica_body(report: ReplicaReport, config_hash: str | None) -> dict[str, A
     if report.error:
         entry["error"] = report.error
     return entry
-
-
-def _ingress_body(report: IngressReport) -> dict[str, Any]:
-    return {
-        "id": report.ingress_id,
-        "state": "loading" if report.loading else "ready",
-        "pid": report.pid,
-        "node": report.node,
-        "num_live": report.num_live,
-    }
 
 
 def _is_compiling(pools: dict[str, Any]) -> bool:

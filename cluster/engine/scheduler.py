@@ -142,7 +142,14 @@ class Scheduler:
             # Resumed from an engine that died with the last token on its way.
             self._refuse(seq, FinishReason.LENGTH)
         else:
-            self._enqueue(seq)
+            self._num_arrivals += 1
+            self._unfinished[seq.request_id] = seq
+            seq.arrived_at = self._clock()
+            if self._is_compiled(seq):
+                self._waiting.append(seq)
+            else:
+                self._compiling[seq.request_id] = seq
+            self._handover.expect(seq)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests wherever they are; unknown ids are remembered for a while."""
@@ -289,16 +296,6 @@ class Scheduler:
         if not error:
             self._handover.refuse(seq)
         self._emit(seq, reason, error)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        self._num_arrivals += 1
-        self._unfinished[seq.request_id] = seq
-        seq.arrived_at = self._clock()
-        if self._is_compiled(seq):
-            self._waiting.append(seq)
-        else:
-            self._compiling[seq.request_id] = seq
-        self._handover.expect(seq)
 
     def _is_compiled(self, seq: Sequence) -> bool:
         """Return whether a sequence may queue: it needs no grammar, or has it now."""

@@ -350,14 +350,13 @@ class StepForward:
         )
 
     def _cases(self) -> list[CaptureCase]:
-        graphs = graphs_to_capture(self.config, self._inputs.max_num_seqs)
-        return [self._case(mode, key) for mode, key in graphs]
+        return [
+            CaptureCase(mode, key, partial(self._capture_context, key))
+            for mode, key in graphs_to_capture(self.config, self._inputs.max_num_seqs)
+        ]
 
-    def _case(self, mode: CUDAGraphMode, key: BatchDescriptor) -> CaptureCase:
-        def prepare() -> ForwardContext:
-            return self._context(self._padding(key), key.num_seqs or 1, is_dummy_run=True)
-
-        return CaptureCase(mode, key, prepare)
+    def _capture_context(self, key: BatchDescriptor) -> ForwardContext:
+        return self._context(self._padding(key), key.num_seqs or 1, is_dummy_run=True)
 
     def _run_case(self, case: CaptureCase) -> Any:
         batch = self._padding(case.descriptor)

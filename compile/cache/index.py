@@ -211,16 +211,13 @@ class CompileCache:
         try:
             path = LINK + self.store.put(text.encode())
             self._update(lambda index: index.plans.update({self._plan_name: path}))
-            self._write_pointer()
+            make_private(self._pointer.parent)
+            known = [names for names in _read_pointer(self._pointer) if names != list(self.names)]
+            sets = [list(self.names), *known][:MAX_FORWARDS]
+            content = {"version": VERSION, "traced_files": sets}
+            write_atomic(self._pointer, json.dumps(content, indent=1).encode())
         except (OSError, PrivateDirectoryError) as error:
             logger.warning("compile cache: plan is not saved: %s", error)
-
-    def _write_pointer(self) -> None:
-        make_private(self._pointer.parent)
-        known = [names for names in _read_pointer(self._pointer) if names != list(self.names)]
-        sets = [list(self.names), *known][:MAX_FORWARDS]
-        content = {"version": VERSION, "traced_files": sets}
-        write_atomic(self._pointer, json.dumps(content, indent=1).encode())
 
     def find(self, key: str, compiler: str) -> str | None:
         """Return the artifact of a piece that this rank or, if it shares, another one compiled."""

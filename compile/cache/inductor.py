@@ -203,18 +203,14 @@ def make_compiler(config: CompilationConfig) -> CompilerInterface:
     name = compiler_name(config)
     if name == "eager":
         return EagerAdaptor()
-    _check_options(config)
-    return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
-
-
-def _check_options(config: CompilationConfig) -> None:
     # torch lists what its module of options imports from typing, too.
-    known = [name for name in torch._inductor.list_options() if not name.isupper()]
-    for name in config.inductor_compile_config:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 3) or [EXAMPLE_OPTION]
+    known = [option for option in torch._inductor.list_options() if not option.isupper()]
+    for option in config.inductor_compile_config:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, 3) or [EXAMPLE_OPTION]
             wanted = f"an option of torch._inductor, such as {', '.join(close)}"
-            raise FieldError("compilation.inductor_compile_config", wanted, name)
+            raise FieldError("compilation.inductor_compile_config", wanted, option)
+    return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
 
 
 def _saved(artifact: Any) -> bytes:

@@ -120,7 +120,8 @@ class PiecewiseCompiler:
         self.split_gm, self.items = split_graph(graph, splitting_ops(self.scope.config))
         self.split_s = time.perf_counter() - started
         self._check()
-        PiecewiseCompileInterpreter(self).compile_all()
+        inputs = map(example_value, placeholders(self.split_gm))
+        PiecewiseCompileInterpreter(self).run(*inputs)
         if not is_symbolic(self.symbol):
             wanted = "pieces for any number of tokens"
             found = f"that their compiler fixed it at {self.symbol}"
@@ -251,10 +252,6 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         self._items = {item.name: item for item in compiler.items}
         compiled = [item.name for item in compiler.items if not item.is_splitting]
         self._indices = {name: index for index, name in enumerate(compiled)}
-
-    def compile_all(self) -> None:
-        """Compile every piece that is not a splitting one."""
-        self.run(*map(example_value, placeholders(self._compiler.split_gm)))
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Decompositions of symbolic shapes are written in Python.

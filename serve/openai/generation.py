@@ -237,7 +237,8 @@ class Generation:
         except FieldError as error:
             raise error.renamed(adapter.request.spelling(error.field)) from error
         finally:
-            self.slot.let_go_of_bytes()
+            # The text of the body is token ids now.
+            self.slot.hold(-self.slot.num_bytes)
 
     def _prepare_choices(self, grammar: str, check: Check) -> AnswerSize:
         adapter, settings, tokenizer = self.adapter, self._serving.settings, self._tokenizer

@@ -142,7 +142,8 @@ class Router:
                 if output.finish_reason == FinishReason.HANDOFF:
                     record.on_handover()
                     is_first = True
-                    request = _with_outputs(request, output)
+                    so_far = [*request.output_token_ids, *output.token_ids]
+                    request = msgspec.structs.replace(request, output_token_ids=so_far)
                     calls.append(self._submit("decode", request, output.handoff, mailbox))
                     output = msgspec.structs.replace(
                         output, finish_reason=FinishReason.NONE, handoff=None
@@ -237,9 +238,3 @@ def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
     reason = FinishReason.KV_LOST if output.position > num_outputs else FinishReason.ERROR
     found = f"wanted those from {num_outputs} on, found from {output.position} on"
     return EngineOutput.ended(output.request_id, reason, f"output tokens: {found}")
-
-
-def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateRequest:
-    return msgspec.structs.replace(
-        request, output_token_ids=[*request.output_token_ids, *output.token_ids]
-    )

@@ -169,16 +169,13 @@ class Recorder:
                 self.collect()
                 return self._place(func(*args, **kwargs), set())[0]
             if name == "aten::lift_fresh":
-                return self._lifted(func(*args, **kwargs))
+                # A scalar that the step made from a host value; larger ones it keeps itself.
+                if (lifted := func(*args, **kwargs)).dim() == 0:
+                    self._constants.append(lifted)
+                return lifted
             if torch.Tag.inplace_view in func.tags:
                 return func(*args, **kwargs)
             return self._record(func, args, kwargs, name)
-
-    def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a scalar that the step made from a host value; larger ones it keeps itself."""
-        if tensor.dim() == 0:
-            self._constants.append(tensor)
-        return tensor
 
     def _record(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
