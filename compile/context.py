@@ -71,8 +71,7 @@ _Layer = TypeVar("_Layer")
 
 
 def static_forward_context(layers: Iterable[tuple[str, _Layer]]) -> dict[str, _Layer]:
-    """Return layers by name, in order; ValueError: of two of one name, one would compute with the
-    other's cache."""
+    """Return layers by name; ValueError: of two of one name, one would use the other's cache."""
     by_name: dict[str, _Layer] = {}
     for name, layer in layers:
         if name in by_name:

@@ -127,15 +127,13 @@ class Shard:
         return cls(group.rank(), group.size(), group, kind=group_name.partition(".")[0])
 
     def divide(self, name: str, total: int) -> int:
-        """Return one rank's part of `total`, called `name` in the FieldError if it is not a
-        multiple."""
+        """Return one rank's part of `total`; a FieldError of `name` if it is no multiple."""
         if total % self.size:
             raise FieldError(name, f"a multiple of tensor_parallel_size={self.size}", total)
         return total // self.size
 
     def own_experts(self, num_experts: int) -> range:
-        """Return the numbers of the experts that this rank of the grid holds; a FieldError if that
-        is uneven."""
+        """Return the experts that this rank of the grid holds; a FieldError if that is uneven."""
         data = self.data or Shard()
         if num_experts % (self.size * data.size):
             sizes = f"tensor_parallel_size={self.size}"
@@ -147,8 +145,7 @@ class Shard:
         return range(first, first + count)
 
     def slice(self, total: int) -> slice:
-        """Return this rank's part of `total` items: equal parts, rounded up, the last ones short or
-        empty."""
+        """Return this rank's part of `total` items, rounded up; the last are short or empty."""
         part = -(-total // self.size)
         start = min(self.rank * part, total)
         return slice(start, min(start + part, total))

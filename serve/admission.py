@@ -59,8 +59,7 @@ class Overloaded(Exception):
 
 
 class Shares:
-    """How much of one thing each client holds, and who lacks some. Invariant: `total` is the sum of
-    what clients hold."""
+    """What each client holds of one thing, and who lacks some. Invariant: `total` is the sum."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -124,8 +124,7 @@ class DeployConfig:
 
     @property
     def ingress_share(self) -> tuple[int, int]:
-        """How many sequences of one ingress may run and wait; those of all are never more than
-        `max_live`."""
+        """How many sequences of one ingress may run and wait; all have at most `max_live`."""
         running = self.max_running // self.num_ingresses
         return running, self.max_live // self.num_ingresses - running
 

@@ -88,8 +88,7 @@ Calls = dict[RankPlace, asyncio.Future[CallEnd]]
 
 
 class RankGroup:
-    """The ranks of one group under one epoch. Invariant: `inboxes[d]` is the endpoint of
-    data-parallel rank d's leader."""
+    """The ranks of one epoch. Invariant: `inboxes[d]` is that of data-parallel rank d's leader."""
 
     def __init__(
         self,
@@ -113,8 +112,7 @@ class RankGroup:
         """The end of each rank, in the order of `places`."""
 
     async def start(self) -> None:
-        """Load every rank and set it running; `RankDied` names one that ended meanwhile, or fell
-        silent."""
+        """Load every rank and set it running; `RankDied` names one that ended or fell silent."""
         rendezvous = await self._meet()
         loads: Calls = {
             place: asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
@@ -222,8 +220,7 @@ class RankGroup:
                     return named
 
     async def report(self) -> GroupReport:
-        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer in time,
-        or is gone."""
+        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer."""
         calls = asyncio.gather(*(handle.stats() for handle in self.handles))
         ends = await asyncio.wait_for(calls, STATS_TIMEOUT_S)
         for place, end in zip(self.places, ends, strict=True):
@@ -238,8 +235,7 @@ class RankGroup:
         return GroupReport(ranks, loading, [counts for _, _, counts in answers])
 
     async def stop(self) -> None:
-        """End every rank between two steps and wait for it, then kill what is left. Leaders tell
-        followers."""
+        """End the ranks between two steps, then kill what is left. Leaders tell followers."""
         self._is_stopping = True
         for handle, place in zip(self.handles, self.places, strict=True):
             if place.tp_rank == 0:

@@ -83,8 +83,7 @@ def create_group(
     credentials: Credentials,
     epoch: int = 0,
 ) -> RankGroup:
-    """Create the actors of a group, which wait to be told to load; rank 0's bundle is
-    `first_bundle`."""
+    """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
     bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))

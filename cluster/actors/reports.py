@@ -65,8 +65,7 @@ def ready_body(
     ingresses: Sequence[IngressReport],
     config_hash: str | None,
 ) -> dict[str, Any]:
-    """Return the body of `/ready` as the deployment with this hash sees it; None: any. Replicas of
-    another one are outdated."""
+    """Return the body of `/ready`; replicas of a deployment with another hash are outdated."""
     pools = {
         pool: {"replicas": [_replica_body(report, config_hash) for report in found]}
         for pool, found in reports.items()

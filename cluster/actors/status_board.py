@@ -92,8 +92,7 @@ class StatusBoard:
         kept: KeptTotals | None = None,
         ray_metrics: RayMetrics | None = None,
     ) -> None:
-        """`kept` is where totals go on from, and are saved; `ray_metrics` gets all figures at
-        times."""
+        """Go on from the totals of `kept`; `ray_metrics` gets all figures at times."""
         self._kept = kept
         self._ray_metrics = ray_metrics
         self._exported_at = time.monotonic()
@@ -185,8 +184,7 @@ class StatusBoard:
         return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted, as the status page shows it; it may fall when the board is made
-        anew."""
+        """Return what the status page shows; it may fall when the board is made anew."""
         engines = {
             _engine(pool, place, dp_rank): (pool, replica_id, dp_rank)
             for pool, places in self._places.items()
@@ -223,8 +221,7 @@ def _engine(pool: str, place: int, dp_rank: int) -> str:
 
 
 class IngressBoard:
-    """An ingress's way to the board, which it makes where there is none; BoardSilent if nobody
-    answers."""
+    """An ingress's way to the board, made where there is none; BoardSilent if nobody answers."""
 
     def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
         self._app_name = app_name
@@ -269,8 +266,7 @@ class IngressBoard:
         return {k: v for k, v in found.items() if k in ("CPU", "GPU")}
 
     async def debug_ranks(self) -> dict[str, Any]:
-        """Return the body of `/debug/ranks`; a rank that does not answer in `DEBUG_S` has an
-        `error` instead."""
+        """Return the body of `/debug/ranks`; a rank that does not answer has an `error`."""
         pools = {}
         for pool, replicas in (await self._answer(lambda: self._board.actors.remote())).items():
             asked = [(name, await _debug_of(actors)) for name, actors in replicas.items()]

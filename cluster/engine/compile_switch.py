@@ -25,8 +25,7 @@ class CompileSwitch:
     def __init__(
         self, captured: CapturedGraphs | None = None, *, last_stage: int = 0, num_followers: int = 0
     ) -> None:
-        """If stage 0 is the last one, all is compiled and captured already. So many followers must
-        load too."""
+        """If stage 0 is the last one, all is compiled. So many followers must load too."""
         self.stage = 0
         self.last_stage = last_stage
         self.is_over = last_stage == 0

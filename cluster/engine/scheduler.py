@@ -255,8 +255,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits, runs, is handed over or is in flight, or an output was not
-        taken."""
+        """Whether a request has not ended, or an output was not taken."""
         is_busy = self._unfinished or self._in_flight or self._outputs
         return bool(is_busy) or self._handover.has_any
 
@@ -404,8 +403,7 @@ class Scheduler:
         return seq.grammar is not None and seq.num_pending_tokens > 0 and not self._may_end(seq)
 
     def _fits_ahead(self) -> bool:
-        """Return whether free blocks hold what running sequences compute next: none may be
-        pre-empted now."""
+        """Return whether running sequences fit into free blocks: none may be pre-empted now."""
         blocks, budget = self.blocks, self._config.max_num_batched_tokens
         num_free = blocks.num_free_blocks
         # The last block of each may be full, and the rest of the budget fills new ones.

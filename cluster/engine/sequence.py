@@ -111,8 +111,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt's log-probabilities are due: not once it has output, here or
-        elsewhere."""
+        """Whether its prompt's log-probabilities are due: not once it has output anywhere."""
         wanted = self.request.sampling.num_prompt_logprobs >= 0
         return wanted and len(self.token_ids) == self.num_prompt_tokens
 

@@ -91,8 +91,7 @@ class StepStats:
         self._enter(step, Phase.RUNNING)
 
     def end_step(self, step: int, *, is_seen: bool = True) -> None:
-        """The step has ended, and is booked; unless `is_seen`, nobody looked before, perhaps for
-        hours of sleep."""
+        """Book a step that has ended; not `is_seen`: perhaps hours ago, before the group slept."""
         num_tokens, began = self._in_flight.pop(step)
         now = self._clock()
         # The step before it may have been under way when it began.

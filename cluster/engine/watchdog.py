@@ -84,8 +84,7 @@ class Watchdog:
         self._answered_at[rank] = now
 
     def on_answer(self, rank: int, silent_from: float) -> None:
-        """Take an answer of a rank that cannot say yet what it does; its silence counts from then
-        on."""
+        """Take an answer without a heartbeat; its rank's silence counts from then on."""
         self._answered_at[rank] = max(self._answered_at[rank], silent_from)
 
     def on_tick(self, now: float) -> str | None:

@@ -73,8 +73,7 @@ def of_regex(regex: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """Return the grammar of these texts: one lexeme, since a parser may not hold thousands of
-    alternatives."""
+    """Return the grammar of these texts: one lexeme, since a parser may not hold thousands."""
     texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
 
@@ -138,8 +137,7 @@ class Vocabulary:
         )
 
     def compile(self, text: str) -> CompiledGrammar:
-        """Return a grammar of which a first token is known to exist; else a `GrammarError` says
-        why."""
+        """Return a grammar that has a first token; else a `GrammarError` says why."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))

@@ -211,8 +211,7 @@ class PeerSockets:
     def open(
         self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Callable[[str], None]
     ) -> None:
-        """Go to the earlier ranks, which wait at `earlier`, greet all peers and check their
-        answers."""
+        """Go to the earlier ranks, greet all peers and check their answers."""
         going = {
             rank: ConnectLink(self._context, self._credentials, _leader(rank), address)
             for rank, address in enumerate(earlier)

@@ -102,8 +102,7 @@ class KVReader(Protocol):
     def start(
         self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
-        """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, if any, then
-        release."""
+        """Copy the blocks at `source_indices` of the handoff, if any, then release it."""
 
     def cancel(self, request_id: str) -> None:
         """Stop as soon as possible and release the handoff; a started read still comes out of
@@ -215,8 +214,7 @@ Tell = Callable[[KVOrder], None]
 
 
 class GroupHolder:
-    """The handoffs of a prefill group. Each comes out of `take_ended` once, after it has ended
-    everywhere."""
+    """A prefill group's handoffs. Each comes out of `take_ended` once, when ended everywhere."""
 
     def __init__(self, local: HandoffHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
@@ -257,8 +255,7 @@ class GroupHolder:
 
 
 class GroupReader:
-    """The reads of a decode group. Each comes out of `take_finished` once, after its last write
-    anywhere."""
+    """A decode group's reads. Each comes out of `take_finished` once, after its last write."""
 
     def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local

@@ -45,8 +45,7 @@ class ReadTransport(Protocol):
         """Copy blocks of the source into blocks of ours; raises OSError if it is gone."""
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write an answer's bytes into blocks of ours; raises ValueError, first, if they do not
-        fit."""
+        """Write an answer's bytes into blocks of ours; ValueError, first: they do not fit."""
 
     def forget(self, source: KVSource) -> None:
         """Let go of a holder that is taken for dead: its memory, its connection."""
@@ -75,8 +74,7 @@ class _Pull:
 
 
 class KVPulls:
-    """All reads of one rank. Invariant: a started read reports exactly once, after its last
-    write."""
+    """All reads of one rank. Invariant: a started one reports once, after its last write."""
 
     def __init__(
         self,

@@ -50,8 +50,7 @@ def bound_text(bound: float) -> str:
 
 
 class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Totals by owner, an engine or the ingresses, of processes that come and go. Invariant: no
-    total ever falls."""
+    """Totals by owner of processes that come and go. Invariant: no total ever falls."""
 
     totals: dict[str, Counts] = {}
     last: dict[str, Counts] = {}

@@ -65,7 +65,6 @@ class LoadClock:
 
 
 def keep_what_is_loaded() -> None:
-    """Exclude what a ready process has loaded from garbage collection, which stops all other
-    Python."""
+    """Exclude what is loaded from garbage collection, which stops all other Python."""
     gc.collect()
     gc.freeze()

@@ -284,8 +284,7 @@ def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> 
 def _cumulated(
     labels: tuple[str, ...], values: Mapping[tuple[str, ...], float], bounds: tuple[float, ...]
 ) -> Sample:
-    """Return the sample of a histogram, cumulated; what another deployment counted goes where it
-    fits."""
+    """Return a histogram's sample; what another deployment counted goes where it fits."""
     counted = sorted((float(own[1]), n) for own, n in values.items() if own[0] == BUCKET)
     buckets: list[tuple[str, float]] = []
     below, i = 0.0, 0

@@ -67,8 +67,7 @@ class Staging:
             self._spans.append((start, end))
 
     def upload(self) -> None:
-        """Copy what was staged, and what lies in gaps of it: a buffer holds what was staged for
-        this step alone."""
+        """Copy what was staged, with gaps in it: a buffer holds what this step staged alone."""
         array = self._arrays[self._turn]
         for start, end in joined(self._spans):
             self._on_device[start:end].copy_(array[start:end], non_blocking=True)

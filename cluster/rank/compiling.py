@@ -122,8 +122,7 @@ def one_line(error: BaseException) -> str:
 
 
 def missing_for_triton() -> str:
-    """Return what the machine lacks for Triton, which compiles what launches a kernel as an
-    extension."""
+    """Return what the machine lacks for Triton, which builds extensions to launch kernels."""
     compilers, missing = cc(), []
     if not any(shutil.which(name) for name in compilers):
         missing.append(f"a C compiler, {' or '.join(compilers)} (Debian: gcc)")

@@ -96,8 +96,7 @@ class StepForward:
         pools: GraphPools,
         token_bytes: int = 0,
     ) -> None:
-        """`model` was built in the scope of `config`; a graph needs `token_bytes` for each of its
-        tokens."""
+        """`model` was built in the scope of `config`; a graph takes `token_bytes` a token."""
         self.config = config
         self._token_bytes = token_bytes
         self._num_asked = 0
@@ -366,8 +365,7 @@ class StepForward:
         return hidden
 
     def _fits_on_all_ranks(self, key: BatchDescriptor) -> bool:
-        """Wait for all ranks; return whether a graph fits on each: one that a rank must skip is
-        skipped by all."""
+        """Wait for all ranks; return whether a graph fits on each: else all skip it."""
         needed = MARGIN_BYTES + key.num_tokens * self._token_bytes
         if self._score is not None and key.uniform_decode:
             # Logits as the product gives them, which may be float32 too, and in float32.

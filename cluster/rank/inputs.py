@@ -212,8 +212,7 @@ class StepInputs:
         self._block_table.spread(num_seqs)
 
     def _stage_pending(self, plan: StepPlan, rows: np.ndarray) -> torch.Tensor | None:
-        """Stage where the tokens belong that the host does not know yet: int64 [P, 2], each one's
-        place and row."""
+        """Stage the places and rows of tokens that the host does not know: int64 [P, 2]."""
         index = np.flatnonzero(self._input_ids.host[: plan.num_decodes] == PENDING)
         if not (num_pending := len(index)):
             return None

@@ -29,8 +29,7 @@ from model.parallel import Shard
 
 
 class KVConnector:
-    """What a rank holds and reads KV with: from `start` on a server on a prefill rank, a puller on
-    a decode rank."""
+    """What moves a rank's KV, from `start` on: a server on a prefill, a puller on a decode rank."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank

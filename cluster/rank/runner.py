@@ -63,8 +63,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Executes step plans on one rank. Invariant: the KV pool has `num_blocks` blocks beside the
-    scratch block 0."""
+    """Executes plans on one rank. Invariant: the pool has `num_blocks` blocks beside block 0."""
 
     def __init__(
         self,
@@ -264,8 +263,7 @@ class ModelRunner:
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)
 
     def debug(self) -> dict[str, Any]:
-        """Return as plain data what this rank compiled, captured, replayed and agreed on, on any
-        thread."""
+        """Return what was compiled, captured, replayed and agreed on; any thread may ask."""
         forward = self.forward
         return {
             "compilations": counter.num_backend_compilations,
@@ -334,8 +332,7 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
 
 
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> int:
-    """Return how many tokens of padding a rank runs (after ATOM's function of this name, which asks
-    all ranks by an all-reduce)."""
+    """Return how many tokens of padding a rank runs (ATOM's name; it asks by an all-reduce)."""
     return agreed.num_tokens_across_dp[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
 
 

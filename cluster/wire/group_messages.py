@@ -22,8 +22,7 @@ class LeaderHello(_Hello, frozen=True, tag=True): ...
 
 
 class StepDigest(Wire, frozen=True):
-    """What one rank makes of a step: equal on all ranks, or they must not run it together. Lists
-    are checksums."""
+    """What a rank makes of a step: equal on all that run it together. Lists are checksums."""
 
     previous_step: int
     epoch: int

@@ -165,8 +165,7 @@ def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -
 
 
 class Doorbell:
-    """Any thread rings, one poller wakes: a file descriptor that polls readable until it is
-    cleared."""
+    """Any thread rings, one poller wakes: readable from a ring until it is cleared."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -186,8 +185,7 @@ class Doorbell:
 
 
 class Budget:
-    """What a receive loop may take: a number of frames, and a time that starts with the first of
-    them."""
+    """What a receive loop may take: a number of frames, and a time from the first one on."""
 
     def __init__(
         self, max_frames: int, max_s: float, clock: Callable[[], float] = time.perf_counter
@@ -218,6 +216,5 @@ def node_id() -> str:
 
 
 def link_node() -> str:
-    """Return what two processes share exactly when Unix sockets, of a network namespace, connect
-    them."""
+    """Return what two processes share exactly when Unix sockets connect them."""
     return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"

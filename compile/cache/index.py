@@ -113,8 +113,7 @@ class Index:
 
 
 class CompileCache:
-    """The compiled forward of one rank and prefix. Invariant: all its directories exist and belong
-    to this user alone."""
+    """One rank's compiled forward. Invariant: its directories belong to this user alone."""
 
     def __init__(
         self,

@@ -141,8 +141,7 @@ class InductorAdaptor(CompilerInterface):
             return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
 
     def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
-        """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved. Raises
-        NotSaveableError if it cannot be."""
+        """Return a piece, as a `CompiledArtifact` if it is to be saved, or NotSaveableError."""
         from torch._inductor import compile_fx
         from torch._inductor.standalone_compile import CacheCompiledArtifact
 

@@ -68,8 +68,7 @@ class CompilerManager:
         *,
         compiler: CompilerInterface | None = None,
     ) -> None:
-        """Take over a cache, None to read and write nothing; `compiler` in place of the configured
-        one."""
+        """Take over a cache, or none; `compiler` in place of the configured one."""
         self._progress = scope.progress
         self.compiler = make_compiler(scope.config) if compiler is None else compiler
         self.misses: list[str] = list(cache.misses) if cache is not None else []

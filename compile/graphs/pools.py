@@ -64,8 +64,7 @@ def new_step_graph(pool: GraphPool) -> StepGraph:
 
 
 class GraphPools:
-    """The pools of a process: one for all graphs, as large as the largest, or one for each padded
-    number of tokens."""
+    """A process's pools: one for all graphs, or one for each padded number of tokens."""
 
     def __init__(self, new_pool: Callable[[], GraphPool], *, policy: PoolPolicy = "shared") -> None:
         self._new_pool = new_pool

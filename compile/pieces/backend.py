@@ -84,8 +84,7 @@ def splitting_ops(config: CompilationConfig) -> tuple[str, ...]:
 
 
 class PiecewiseCompiler:
-    """Compiles one graph of one module, once. Invariant: afterwards `split_gm` runs the compiled
-    pieces by its stitching graph."""
+    """Compiles one graph, once. Invariant: afterwards `split_gm` runs the compiled pieces."""
 
     def __init__(self, scope: CompileScope, prefix: str, traced_files: Sequence[str] = ()) -> None:
         """Prepare to compile the forward called `prefix`, traced from these files."""
@@ -262,8 +261,7 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         return outputs
 
     def _compile(self, item: SplitItem, example_inputs: list[Any]) -> None:
-        """Compile one piece, wrap it, and put it in the place of its graph: `__dict__` wins over
-        the registered submodule."""
+        """Compile a piece in place of its graph: `__dict__` wins over the submodule."""
         compiler, index = self._compiler, self._indices[item.name]
         backend = PiecewiseBackend(
             index=index,

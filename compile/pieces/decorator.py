@@ -328,8 +328,7 @@ class TracedForward:
 def _arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor | None]:
-    """Return the arguments of a forward by name, in order; ForwardError: one is no tensor, and
-    would be taken for a constant."""
+    """Return a forward's arguments by name, in order; ForwardError: one is no tensor."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     given = dict(list(bound.arguments.items())[1:])

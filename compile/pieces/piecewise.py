@@ -69,8 +69,7 @@ class PiecewiseBackend:
         example_inputs: Sequence[Any] = (),
         compiled_runnables: Mapping[Shape, Runnable] | None = None,
     ) -> None:
-        """Compile `graph` for all shapes, or take what was compiled before, one for any number of
-        tokens included."""
+        """Compile `graph` for all shapes, the general one included, or load them."""
         self.index = index
         self.key = key
         self.shapes = shapes

@@ -49,8 +49,7 @@ class PiecePlan:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the module: its name in the source, its path, and the layout that pieces were
-    compiled for and do not check."""
+    """A tensor of the module: name in the source, path, and layout, which pieces do not check."""
 
     name: str
     path: str
@@ -59,8 +58,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on the number of tokens that tracing assumed, as Python over `num_tokens`, and
-    the line that needed it."""
+    """A condition that tracing assumed, over `num_tokens`, and the line that needed it."""
 
     expression: str
     where: str

@@ -151,8 +151,7 @@ def make_spans(tracer: Any, record: RequestRecord, ended_at: float) -> None:
 
 
 def attributes_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
-    """Return the attributes of a request's span: vLLM's names, and the conventions' where they
-    have others."""
+    """Return a request span's attributes: vLLM's names, and the conventions' others."""
     sequences = record.sequences
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if record.id.startswith("cmpl-") else "chat",

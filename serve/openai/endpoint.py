@@ -90,8 +90,7 @@ def guarded(handler: Handler) -> Handler:
 
 
 async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
-    """Answer a generating request, streamed or whole. Raises what `as_api_error` knows, and
-    ClientGone."""
+    """Answer a generating request. Raises what `as_api_error` knows, and ClientGone."""
     record: RequestRecord = request.state.record
     record.is_generating = True
     tokenizer, slot, body = await admitted(serving, request)
@@ -387,8 +386,7 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
 async def stream(
     serving: Serving, parse: Parse, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of a streamed answer to a call by handle; closing it aborts its sequences.
-    Raises RequestRefused."""
+    """Yield a streamed answer's chunks; closing it aborts. Raises RequestRefused."""
     async with _by_handle(serving, parse, body, is_stream=True) as generation:
         ends_at = asyncio.get_running_loop().time() + generation.timeout_s
         async with aclosing(generation.events()) as events:

@@ -73,8 +73,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def answer(serving: Serving, work: Work, request: Request) -> Response:
-    """Answer with what `work` makes of the body; it has one slot, as a generating request has.
-    Raises what `as_api_error` knows."""
+    """Answer with what `work` makes of the body, in one slot; raises what generating does."""
     tokenizer, slot, body = await admitted(serving, request)
 
     def encoded(check: Check) -> bytes:

@@ -34,8 +34,7 @@ LOST_AFTER_S = 5.0
 
 
 class CrashHistory:
-    """How often one request was lost, and to what. Invariant: while it `is_on_trial`, no other
-    suspect runs."""
+    """How a request was lost. Invariant: while it `is_on_trial`, no other suspect runs."""
 
     def __init__(self) -> None:
         self._num_lost = self._num_deaths = self._num_failed_trials = self._num_trial_tokens = 0

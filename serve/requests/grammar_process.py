@@ -101,8 +101,7 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float = MAX_CPU_S) -> Tried:
-        """Return what becomes of a grammar in so much processor time; GrammarProcessLost if it was
-        ended from outside."""
+        """Return what becomes of a grammar; GrammarProcessLost: ended from outside."""
         line = self._ask(self.start(), msgspec.json.encode((wanted, max_cpu_s)), MAX_WAIT_S)
         if not line:
             raise GrammarProcessLost(f"its process ended ({self.close()})")

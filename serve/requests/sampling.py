@@ -121,8 +121,7 @@ class _Bounded(PromptFields, frozen=True, kw_only=True):
 
 
 class SamplingParams(_Bounded, frozen=True, kw_only=True):
-    """How to generate from one prompt. Raises FieldError when built with a value out of range or of
-    another type."""
+    """How to generate from one prompt. FieldError: a value is out of range or of another type."""
 
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must be; None: anything."""

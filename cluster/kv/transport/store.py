@@ -61,15 +61,13 @@ class BlockStore:
 
     @classmethod
     def of_memory(cls, memory: memoryview, block_bytes: int) -> BlockStore:
-        """Return another process' pool as a store; a ValueError if it is not a number of whole
-        blocks."""
+        """Return another process' pool as a store; ValueError: it has no whole blocks."""
         if not len(memory) or len(memory) % block_bytes:
             raise ValueError(f"wanted blocks of {block_bytes} bytes, found {len(memory)} bytes")
         return cls(torch.frombuffer(memory, dtype=torch.uint8).view(-1, block_bytes))
 
     def copy_from(self, source: BlockStore, source_ids: list[int], ids: list[int]) -> None:
-        """Copy blocks of another store into blocks of this one; a ValueError if it does not have
-        all of them."""
+        """Copy blocks of another store into this one; ValueError: it lacks some."""
         num_blocks = source._rows.shape[0]
         if not all(0 <= i < num_blocks for i in source_ids):
             raise ValueError(f"wanted blocks below {num_blocks}, found {max(source_ids)}")
@@ -87,8 +85,7 @@ class BlockStore:
         return [row.numpy().data for row in staged]
 
     def scatter(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write each block's bytes; a ValueError, and nothing is written, if one is not as long as
-        a block."""
+        """Write each block's bytes; ValueError, and nothing written: one has another length."""
         if any(len(block) != self.block_bytes for block in blocks):
             sizes = sorted({len(block) for block in blocks})
             raise ValueError(f"wanted blocks of {self.block_bytes} bytes, found {sizes[:4]}")
