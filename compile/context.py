@@ -33,8 +33,7 @@ class DPMetadata:
 
     @classmethod
     def make(cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int) -> DPMetadata:
-        """Return the counts for a rank that runs `num_tokens`. Raises ValueError if it runs another
-        number of tokens than the others believe."""
+        """Return the counts for a rank; ValueError: it runs another number than others believe."""
         if num_tokens_across_dp[dp_rank] != num_tokens:
             wanted = f"{num_tokens_across_dp[dp_rank]} as all ranks agreed"
             raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")

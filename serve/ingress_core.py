@@ -160,8 +160,7 @@ class IngressCore:
         return self._readiness.failure()
 
     async def status(self) -> tuple[int, dict[str, Any]]:
-        """Return code and body of `/ready`, from the last poll. A call to the board made here would
-        be cancelled by a client that leaves."""
+        """Return code and body of `/ready`, from the last poll: a client may leave meanwhile."""
         body = self._readiness.body
         return (200 if body["status"] == "ready" else 503), body
 

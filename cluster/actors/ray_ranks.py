@@ -19,9 +19,8 @@ from cluster.wire.credentials import Credentials
 
 
 def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
-    """Return the indices of `num` bundles from `first` on, and whether they are known to lie on one
-    node. Ray promises no order: those of one node come in a row, so that a tensor-parallel group
-    lies on few."""
+    """Return the indices of `num` bundles from `first` on, those of one node in a row, since Ray
+    promises no order; and whether they are known to lie on one node."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     bundles = range(first, first + num)
     first_on: dict[str, int] = {}

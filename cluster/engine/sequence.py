@@ -124,8 +124,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
     def masked_row(self, index: int) -> MaskedRow:
-        """Return what fills the mask of its next token, the `index`-th that the step samples. The
-        matcher counts the tokens in it as given."""
+        """Return what fills its next token's mask; the matcher counts the tokens as given."""
         grammar = self.request.sampling.grammar
         assert grammar is not None and self.grammar is not None
         if self.matcher is None:

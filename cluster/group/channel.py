@@ -46,8 +46,7 @@ SILENCE_TIMEOUT_S = 60.0
 
 
 class StepSender:
-    """The leader's side. Everything but `addresses` belongs to the step thread. Invariant:
-    `links[i]` leads to tensor-parallel rank i + 1."""
+    """The leader's side, of the step thread. Invariant: `links[i]` leads to rank tp=i + 1."""
 
     def __init__(
         self,

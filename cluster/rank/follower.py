@@ -51,8 +51,7 @@ class PlanReceiver(Protocol):
 
 
 class FollowerLoop:
-    """What one follower does from its first step to its last. Invariant: every step that its leader
-    sends is executed in order, or `run` raises."""
+    """One follower's steps. Invariant: its leader's are executed in order, or `run` raises."""
 
     def __init__(
         self,

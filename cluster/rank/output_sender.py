@@ -39,8 +39,7 @@ ENTRY_BYTES, CANDIDATE_BYTES = 32, 14
 
 
 class OutputSender:
-    """Sends outputs to the ingresses that asked for them. Invariant: a request that is still
-    running has exactly one address here."""
+    """Sends outputs to ingresses. Invariant: a running request has exactly one address here."""
 
     def __init__(
         self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], inbox: str

@@ -69,8 +69,7 @@ class CUDAGraphWrapper:
         self._entries.clear()
 
     def __call__(self, *args: Any) -> Any:
-        """Capture, replay or call, depending on the forward context. Raises ReplayError if a tensor
-        lies elsewhere than when the graph was captured."""
+        """Capture, replay or call; ReplayError: a tensor lies elsewhere than at the capture."""
         context = get_forward_context()
         if context.cudagraph_runtime_mode is not self.mode:
             return self.runnable(*args)

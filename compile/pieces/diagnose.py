@@ -148,8 +148,7 @@ def _source(frame: FrameSummary) -> str:
 
 
 def check_stays_on_device(graph: fx.GraphModule) -> None:
-    """Raise GraphBreakError if a graph reads values of tensors or has shapes that depend on them,
-    with file and line of the first one."""
+    """Raise GraphBreakError at the first line that reads values, or shapes that depend on them."""
     for node in graph.graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         name = str(name).split(".")[0]

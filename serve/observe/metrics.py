@@ -52,8 +52,7 @@ class SnapshotCollector(Collector):
 
 
 def format_of(accept: str) -> str:
-    """Return the format that a scraper's Accept header asks for, one of two in any case. Prometheus
-    names the one that it likes best first."""
+    """Return which of two formats an Accept header asks for; Prometheus names the best first."""
     kinds = [kind.partition(";")[0].strip() for kind in accept.split(",")]
     return next((kind for kind in kinds if kind in (OPEN_METRICS, PLAIN)), PLAIN)
 
@@ -76,9 +75,8 @@ class Scrapes:
         self._running: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return text and content type of the values of now. Who comes while another one waits for
-        the same format gets the same text. A scraper that leaves ends nothing, since others may
-        wait."""
+        """Return text and content type of the values of now, one text for all who wait for the same
+        format: a scraper that leaves ends nothing."""
         kind = format_of(accept)
         task = self._running.get(kind)
         if task is None:

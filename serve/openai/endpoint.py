@@ -318,8 +318,7 @@ class _Answer(Response):
 
 
 class EventStream(_Answer):
-    """Sends each event of a generation, and [DONE] at the end. Typed events bear the name of their
-    type, and have no [DONE]."""
+    """Sends each event of a generation, and [DONE] at the end unless events bear their types."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation, "text/event-stream")

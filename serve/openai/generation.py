@@ -417,8 +417,7 @@ class AnswerSize:
         return self._prompt_bytes + num_tokens * self._token_bytes
 
     def max_tokens(self, max_bytes: int) -> int:
-        """Return how many tokens a choice may have in an answer of `max_bytes`; FieldError if they
-        are fewer than the request asks for."""
+        """Return a choice's tokens in an answer of `max_bytes`; FieldError: more are asked for."""
         params = self._params
         limit = f"an answer has at most max_answer_bytes, here {max_bytes} bytes"
         if self._prompt_bytes > max_bytes:

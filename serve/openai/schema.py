@@ -326,8 +326,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError(join_path(at, "content"), "a value", Words("none"))
 
     def for_template(self, takes_parts: bool) -> dict[str, Any]:
-        """Return the message as the chat template takes it. Parts are joined by line ends for a
-        template that takes none, as in vLLM."""
+        """Return the message as the chat template takes it, parts as lines if it takes none."""
         content = self.content or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if not isinstance(content, str):

@@ -201,8 +201,7 @@ class TokenMailboxes:
         self._links.forget(inbox)
 
     def begin_frame(self, engine_id: str, epoch: int, inbox: str) -> None:
-        """Note where an engine is, before its outputs are delivered; FrameError if this frame was
-        sent before the engine was rebuilt."""
+        """Note where an engine is; FrameError: this was sent before it was rebuilt."""
         newest, old_inbox = self._newest.get(engine_id, (epoch, inbox))
         if epoch < newest:
             raise FrameError(f"{engine_id}: epoch: wanted {newest}, found {epoch}")

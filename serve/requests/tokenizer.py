@@ -55,8 +55,7 @@ class WrittenTools(NamedTuple):
 
 
 class Tokenizer:
-    """A fast (Rust) tokenizer with what serving needs of it. Invariant: no truncation and no
-    padding is set on the Rust tokenizer."""
+    """A fast (Rust) tokenizer. Invariant: no truncation and no padding is set on it."""
 
     def __init__(
         self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...], path: Path | None = None

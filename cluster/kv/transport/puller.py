@@ -41,8 +41,7 @@ MAX_WAITING = 10_000
 
 
 class KVPuller:
-    """A scheduler's `KVReader`: what it asks for is done by a thread of its own. `doorbell` rings
-    whenever `take_finished` has something."""
+    """A scheduler's `KVReader`, on a thread of its own; `doorbell` rings when a read has ended."""
 
     def __init__(
         self,
