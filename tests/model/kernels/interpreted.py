@@ -146,7 +146,7 @@ class Scratch(TorchDispatchMode):
 def check_decode_splits(rng: random.Random) -> None:
     """How many parts each sequence is cut into follows from all lengths; the grid does not."""
     triton_decode.MIN_SPLIT_TOKENS = 16
-    triton_decode.num_sms = lambda _: 4
+    triton_decode.num_sms = lambda _: 16 // triton_decode.PROGRAMS_PER_SM
     tiles = triton_decode.decode_tiles
     triton_decode.decode_tiles = lambda *shape: dataclasses.replace(tiles(*shape), columns=16)
     long = rng.randint(500, 512)
