@@ -22,8 +22,7 @@ class ExpertNames:
 @dataclass(frozen=True)
 class Family:
     defaults: Mapping[str, Any]
-    """Values of the fields that `config.json` leaves out; a field of other families alone is
-    ignored."""
+    """Values of fields that `config.json` leaves out; those of other families are ignored."""
     has_qkv_bias: bool = False
     """Queries, keys and values have biases whatever `attention_bias` says."""
     has_head_norms: bool = False

@@ -110,8 +110,7 @@ class Shard:
     kind: str = "tp"
     """Of the group: `tp` for ranks that compute the same tokens, `dp` for others."""
     data: Shard | None = None
-    """The data-parallel ranks that share their experts; None where no other rank computes other
-    tokens."""
+    """The data-parallel ranks that share their experts; None where there are none."""
     group_name: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

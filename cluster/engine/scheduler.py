@@ -63,11 +63,9 @@ RUNNING = SequenceStatus.RUNNING
 FINISHED = SequenceStatus.FINISHED
 
 MAX_UNFINISHED_TIMES = 1024
-"""Requests that may wait for each that may run. The ingress admits far fewer; this bounds the
-memory that another sender could fill."""
+"""Requests that may wait for each that may run: the bound on another sender than an ingress."""
 MAX_EARLY_ABORTS = 4096
-"""Ids of requests that were aborted here before they came. Most never come, because they have just
-ended."""
+"""Ids that were aborted here before they came; most never come, having just ended."""
 
 
 class Scheduler:

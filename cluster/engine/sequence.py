@@ -61,8 +61,7 @@ class Sequence:
     num_in_flight_tokens: int = 0
     """Of these, those that steps in flight compute."""
     num_pending_tokens: int = 0
-    """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
-    them."""
+    """Output tokens that steps in flight draw behind `token_ids`: nobody here knows them."""
     last_step: int = 0
     arrived_at: float = 0.0
     queued_us: int = -1

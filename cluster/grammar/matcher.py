@@ -47,8 +47,7 @@ class CompiledGrammar:
         self._template = template
         self.is_spent = False
         self.costly_s = 0.0
-        """What its masks took of a processor beyond `COSTLY_MASK_S` each, of those that were
-        measured one after the other."""
+        """What its masks took of a processor beyond `COSTLY_MASK_S`, where measured one by one."""
         self.is_costly = False
 
     def start(self, end_token_ids: Sequence[int]) -> Matcher:

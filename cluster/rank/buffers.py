@@ -12,8 +12,7 @@ import torch
 ALIGNMENT = 128
 """Bytes: a line of a GPU's cache. Kernels are compiled for addresses that are multiples of 16."""
 MAX_GAP_BYTES = 64 * 1024
-"""What a copy may carry between two buffers: about as long as it takes the host to launch another.
-"""
+"""What a copy may carry between two buffers: about as long as launching another takes."""
 
 
 class Staging:

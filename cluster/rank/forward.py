@@ -56,8 +56,7 @@ from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
 
 NUM_TRACED_TOKENS = 8
-"""Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.
-"""
+"""Tokens that a forward is traced on, at least; tracing takes 0 and 1 for special."""
 NUM_LOADED_TOKENS = 1
 MAX_SCORED_ROWS = 256
 """Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000."""

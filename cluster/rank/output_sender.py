@@ -24,8 +24,7 @@ from cluster.wire.sockets import CurveHandshake, connecting_socket, pack
 log = logging.getLogger("lockstep.outputs")
 
 MAX_WAITING_FRAMES = 20_000
-"""For an ingress that does not read: some ten seconds of a fast model's steps; then it is given up.
-"""
+"""For an ingress that does not read, then given up: ten seconds of a fast model's steps."""
 MAX_ADDRESSES = 128
 """An ingress has one; each costs a queue and three of a context's 1,023 sockets."""
 MAX_WATCHERS = 8

@@ -79,8 +79,7 @@ class OutputDelta(msgspec.Struct):
     finish_reason: str | None = None
     """Set in the last delta: stop, length or abort."""
     stop_reason: int | str | None = None
-    """The stop string, or the id of the stop token that the client named; None for the model's own
-    end."""
+    """The stop string, or the client's stop token; None for the model's own end."""
 
 
 class Choice:
