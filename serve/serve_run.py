@@ -47,9 +47,7 @@ takes seconds on a busy machine."""
 
 def listen(host: str | None, port: int | None) -> None:
     """Have this `serve run` listen there once it has called `ray.init`; None: where Serve does.
-
-    FieldError where one is given, and Serve's address is not for `deploy` to choose.
-    """
+    FieldError where one is given, and Serve's address is not for `deploy` to choose."""
     fields = {"host": host, "port": port}
     given = {name: value for name, value in fields.items() if value is not None}
     context = click.get_current_context(silent=True)
@@ -68,7 +66,6 @@ def _refuse(given: dict[str, str | int], where: str) -> None:
 
 
 def _start(given: dict[str, str | int]) -> None:
-    """Start Serve where it is to listen, or end this process with one line."""
     try:
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is not None:
@@ -92,10 +89,8 @@ def check_same(given: dict[str, str | int], running: HTTPOptions) -> None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise `FieldError` unless a server can listen there.
-
-    HAProxy itself would not notice: it shares a port with another HAProxy of the same user.
-    """
+    """Raise `FieldError` unless a server can listen there. HAProxy itself would not notice: it
+    shares a port with another HAProxy of the same user."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Connections of a server that has ended do not count: SO_REUSEADDR is set.
@@ -138,11 +133,9 @@ def drain_at_exit(timeout_s: float) -> None:
 
 
 def drain(timeout_s: float) -> None:
-    """Have every application refuse new requests; return once those that run have ended.
-
-    What still runs after `timeout_s` is cut off. Does nothing where the cluster does not end with
-    this process, or no application is left, as after Ctrl-C.
-    """
+    """Have every application refuse new requests; return once those that run have ended. What still
+    runs after `timeout_s` is cut off. Does nothing where the cluster does not end with this
+    process, or no application is left, as after Ctrl-C."""
     if not (ray.is_initialized() and has_started_cluster()):
         return
     signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM
@@ -183,7 +176,6 @@ def _say(line: str) -> None:
 
 
 def has_started_cluster() -> bool:
-    """Return whether a raylet is a child of this process."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             _, name, rest = stat.read_text().replace("(", ")", 1).split(")", 2)
