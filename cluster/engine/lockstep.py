@@ -3,8 +3,9 @@
 1. Each leader votes what it would do in the step, and sends the vote to all others.
 2. Once it has all votes it computes the agreement, a pure function of them and of what all ranks
    captured (`agree`), and sends it to all others, as its confirm.
-3. No rank enters a collective of the step before all confirms are there and equal to its own. They
-   arrive while inputs are built, so a rank hardly ever waits for them.
+3. No leader enters a collective of the step before all confirms are there and equal to its own.
+   They arrive while inputs are built, so it hardly ever waits. Its followers wait for it in
+   their first collective.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
 `LockstepMachine` has no I/O. A rank never receives a vote from two steps ahead, because no rank
@@ -85,8 +86,9 @@ class VoteChannel(Protocol):
 
     def send(self, body: bytes) -> None: ...
 
-    def receive(self, dp_rank: int) -> bytes | None:
-        """Wait for the next frame of a peer; None if there is none in time."""
+    def receive(self, dp_rank: int, *, is_patient: bool = True) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in time, or none yet if not
+        `is_patient`."""
 
 
 class JoinedLockstep:
@@ -119,9 +121,13 @@ class JoinedLockstep:
         machine, dp_rank = self._machine, missing[0]
         body = self._channel.receive(dp_rank)
         if body is None:
-            machine.on_silence(missing)
+            others = [rank for rank in missing[1:] if not self._has_sent(rank)]
+            machine.on_silence([dp_rank, *others])
         else:
             machine.on_frame(dp_rank, decode_from(f"rank dp={dp_rank} tp=0", body, ToPeer))
+
+    def _has_sent(self, dp_rank: int) -> bool:
+        return self._channel.receive(dp_rank, is_patient=False) is not None
 
 
 class _Peer:

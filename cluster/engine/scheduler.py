@@ -137,7 +137,7 @@ class Scheduler:
         elif error := self._find_error(seq):
             self._refuse(seq, FinishReason.ERROR, error)
         elif seq.num_tokens >= seq.max_total_len:
-            # Resumed from an engine that died with the last token on its way.
+            # The router resumes none that is complete; another sender might.
             self._refuse(seq, FinishReason.LENGTH)
         else:
             self._num_arrivals += 1

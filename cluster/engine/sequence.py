@@ -33,7 +33,7 @@ class SequenceStatus(Enum):
     HOLDING_KV = "holding_kv"
     """Prefill is done; its blocks stay under a handoff until a reader has them."""
     FINISHED = "finished"
-    """Ended here. Only an aborted read may still write to its blocks."""
+    """Ended here. An aborted read, or a step in flight, may still write to its blocks."""
 
 
 @dataclass(slots=True, eq=False)

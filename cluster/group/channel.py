@@ -232,9 +232,10 @@ class PeerSockets:
         for link in self._links.values():
             link.send(body)
 
-    def receive(self, dp_rank: int) -> bytes | None:
-        """Wait for the next frame of a peer; None if there is none in `SILENCE_TIMEOUT_S`."""
-        return self._links[dp_rank].receive()
+    def receive(self, dp_rank: int, *, is_patient: bool = True) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in `SILENCE_TIMEOUT_S`, or none
+        yet if not `is_patient`."""
+        return self._links[dp_rank].receive(0 if is_patient else zmq.NOBLOCK)
 
     def close(self) -> None:
         for link in {**self._later, **self._links}.values():

@@ -69,10 +69,10 @@ def _histogram(name: str, meaning: str, bounds: tuple[float, ...] = ()) -> Metri
 METRICS = (
     # as in vLLM
     _gauge("num_requests_running", "Sequences that run in the engine."),
-    _gauge("num_requests_waiting", "Sequences that wait for a row or for KV."),
+    _gauge("num_requests_waiting", "Sequences that wait for a row, for KV or for their grammar."),
     _gauge(
         "num_requests_waiting_by_reason",
-        "The same by what they wait for: `capacity`, or `deferred` while their KV is on its way.",
+        "The same by what they wait for: `deferred` while their KV is being read, else `capacity`.",
         "reason",
     ),
     _gauge("kv_cache_usage_perc", "Share of KV blocks that are in use; 1 is all."),
@@ -202,7 +202,7 @@ class SchedulerStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    """Waiting for a row or for KV."""
+    """Waiting for a row, for KV or for their grammar."""
     num_waiting_for_kv: int = 0
     held_tickets: int = 0
     num_blocks: int = 0

@@ -295,7 +295,7 @@ class ModelRunner:
         given = self.config.cache.num_kv_blocks
         num_blocks = given or self.kv_spec.num_blocks_for(self._kv_memory_bytes(graph_bytes)) - 1
         check_num_blocks(self.config, self.model_config.kv_window, num_blocks)
-        # More than every row at its longest can never be used.
+        # Four times every row at its longest: more than the prefix cache and handoffs make use of.
         useful = self.config.max_blocks_per_seq * self.config.scheduler.max_num_seqs * 4
         return given or min(num_blocks, useful)
 

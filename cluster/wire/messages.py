@@ -207,7 +207,7 @@ class Abort(Wire, frozen=True, tag=True):
 
 
 class Watch(Wire, frozen=True, tag=True):
-    """Tell `address` the ids of requests that ended, one frame per step."""
+    """Tell `address` of the requests that ended, after each step in which one did."""
 
     address: Address
 

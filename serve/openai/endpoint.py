@@ -2,12 +2,13 @@
 
 1. *Access*: the middleware has noted who asks (`middleware.py`).
 2. *Admit*: not ready yet, 503. It takes one slot, or gets 429; only then its body is read.
-3. *Parse*: the body is checked, and parsed into a `RequestAdapter` off the event loop. The
-   request takes a slot for each sequence that it asks for.
+3. *Parse*: the body is checked, and parsed into a `RequestAdapter`, off the event loop if it is
+   long. The request takes a slot for each sequence that it asks for.
 4. *Prepare*: its prompts become token ids, and sampling is resolved against their length. A prompt
    that is too long gets 400, and so does an answer that could become too large.
 5. *Generate*: its sequences run (this and the previous one: `generation.py`).
-6. *Render*: the adapter turns what they produce into JSON, once at the end or event by event.
+6. *Render*: the adapter turns what they produce into what is sent as JSON, once at the end or event
+   by event.
 7. *Send*: nothing until the first event, or the whole answer, exists, so that an error before that
    still has its own HTTP status. A later error is an event, followed by [DONE] unless events have
    types; a whole answer that has begun is cut off.
@@ -415,7 +416,7 @@ async def _by_handle(
                 raise ApiError(413, f"body: wanted at most {limit} bytes, found {len(text)}")
             slot.hold(len(text))
             generation = await parsed(serving, tokenizer, parse, text, slot, record)
-            del text  # its bytes are given back before the answer begins
+            del text  # its bytes are no longer counted once the answer begins
             yield generation
         except Exception as error:
             record.status = as_api_error(error).status

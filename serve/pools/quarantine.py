@@ -34,7 +34,8 @@ LOST_AFTER_S = 5.0
 
 
 class CrashHistory:
-    """How a request was lost. Invariant: while it `is_on_trial`, no other suspect runs."""
+    """How a request was lost. While it `is_on_trial` no other suspect runs, unless nobody can be
+    asked for the lock."""
 
     def __init__(self) -> None:
         self._num_lost = self._num_deaths = self._num_failed_trials = self._num_trial_tokens = 0

@@ -123,7 +123,7 @@ class Router:
                 return
             # Behind the pause, in which a client may turn out to have left.
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
-            log.warning("%s: %s; it is prefilled again", attempt.request_id, output.error)
+            log.warning("%s: %s; it is sent again", attempt.request_id, output.error)
 
     async def _attempt(
         self, request: GenerateRequest, record: SequenceRecord
@@ -169,7 +169,8 @@ class Router:
 
 
 class _Call:
-    """An open handle call. If it ends with its stage lost, it puts an output that says so."""
+    """An open handle call. If it ends with its stage lost, it puts an output that says so. A
+    prefill replica may end when it has handed over: if that lost the KV, its reader says so."""
 
     def __init__(
         self, response: Any, pool: str, mailbox: Mailbox, tokens: TokenMailboxes, *, stage: int
@@ -203,16 +204,15 @@ class _Call:
             if not self._is_let_go and not _is_cancelled():
                 # If a client leaves, Serve cancels its calls before the task that waits for them.
                 await asyncio.sleep(LEAVING_GRACE_S)
-                if not self._is_let_go:
+                if not self._is_let_go and self._mailbox.num_ends < self._stage:
                     self._lose(FinishReason.KV_LOST, "replica: the call was cancelled")
         except PoolUnavailable as error:
             self._lose(FinishReason.REFUSED, f"pool: {last_line(error)[:MAX_ERROR_CHARS]}")
         except Exception as error:  # whatever Ray raises, the request must not hang
-            # A prefill replica may die when it has handed over: its reader tells if KV is lost.
             if self._mailbox.num_ends < self._stage:
                 self._lose(FinishReason.DIED, f"replica: {last_line(error)[:MAX_ERROR_CHARS]}")
         else:
-            if self._is_let_go:
+            if self._is_let_go or self._mailbox.num_ends >= self._stage:
                 return
             await asyncio.sleep(LAST_OUTPUT_GRACE_S)
             await self._tokens.caught_up()

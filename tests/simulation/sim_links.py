@@ -109,7 +109,7 @@ class SimPeers(PeerSockets):
 
         return deliver
 
-    def receive(self, dp_rank: int) -> bytes | None:
+    def receive(self, dp_rank: int, *, is_patient: bool = True) -> bytes | None:
         frames = self._frames[dp_rank]
         if not frames:
             self._awaited = dp_rank

@@ -76,10 +76,10 @@ def finds(wrong: int) -> CallEnd:
     ("runs", "named"),
     [
         # Leaders that diverge all raise; the one that differs finds the first of the others wrong.
-        ([(0.0, finds(1)), (0.02, finds(2)), (0.04, finds(1))], 0),
-        ([(0.02, finds(2)), (0.0, finds(0)), (0.04, finds(0))], 1),
-        ([(0.04, finds(2)), (0.02, finds(2)), (0.0, finds(0))], 0),
-        ([(0.0, BROKEN), (0.02, finds(2)), (0.04, BROKEN)], 1),
+        ([(0.0, finds(1)), (0.02, finds(2)), (0.04, finds(1))], 1),
+        ([(0.02, finds(2)), (0.0, finds(0)), (0.04, finds(0))], 0),
+        ([(0.04, finds(2)), (0.02, finds(2)), (0.0, finds(0))], 2),
+        ([(0.0, BROKEN), (0.02, finds(2)), (0.04, BROKEN)], 2),
         # A collective fails within milliseconds of a death, before Ray tells of the death.
         ([(0.0, BROKEN), (0.05, GONE), None], 1),
         ([(0.0, BROKEN), (0.01, BROKEN), (0.05, GONE)], 2),

@@ -60,7 +60,7 @@ class ScriptedChannel:
     def send(self, body: bytes) -> None:
         """Send it to nobody."""
 
-    def receive(self, dp_rank: int) -> bytes:
+    def receive(self, dp_rank: int, *, is_patient: bool = True) -> bytes:
         self.phases.append(self._phases.heartbeat().phase)
         return self._frames.pop(0)
 
@@ -134,9 +134,12 @@ def test_a_leader_of_another_group_is_refused_by_name(
 
 def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "SILENCE_TIMEOUT_S", 0.2)
-    wanted = r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "
-    with join_all(3) as (first, *_), pytest.raises(PeersSilent, match=wanted):
-        first.agree(vote(1, 0))
+    wanted = r"^rank dp=1 tp=0 epoch=2, rank dp=3 tp=0 epoch=2 step 1: "
+    with join_all(4) as (first, _, third, _):
+        with pytest.raises(PeersSilent):
+            third.agree(vote(1, 2))
+        with pytest.raises(PeersSilent, match=wanted):
+            first.agree(vote(1, 0))
 
 
 # --- whole leaders ------------------------------------------------------------------------------

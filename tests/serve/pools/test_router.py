@@ -346,10 +346,15 @@ async def test_an_output_that_waits_in_the_socket_is_no_loss(
     assert pools.received == [[]]
 
 
-async def test_a_prefill_replica_that_dies_after_its_handoff_wastes_no_decode() -> None:
+@pytest.mark.parametrize("end", [RuntimeError("replica died"), asyncio.CancelledError()])
+async def test_a_prefill_replica_that_ends_after_its_handoff_wastes_no_decode(
+    end: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "LEAVING_GRACE_S", 0)
+
     def hand_over_and_die(mailbox: Mailbox) -> Any:
         mailbox.put(output([5], "handoff"), "prefill")
-        raise RuntimeError("replica died")
+        raise end
 
     pools = Pools(prefill=[hand_over_and_die], decode=[finish_at(1)])
     assert await tokens_of(pools) == [5, 7]
@@ -370,7 +375,7 @@ async def test_a_client_that_leaves_is_not_prefilled_again() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_a_request_is_said_to_be_prefilled_again_when_it_is(
+async def test_a_request_is_said_to_be_sent_again_when_it_is(
     leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(router_module, "LEAVING_GRACE_S", 0)
@@ -384,4 +389,4 @@ async def test_a_request_is_said_to_be_prefilled_again_when_it_is(
         client.cancel()
     await asyncio.wait([client])
     assert len(pools.received) == (1 if leaves else 2)
-    assert ("prefilled again" in caplog.text) != leaves
+    assert ("sent again" in caplog.text) != leaves
