@@ -26,6 +26,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
 from cluster.actors.gcs_store import FailedStart, FailedStarts
+from cluster.actors.rank_group import STOP_S
 from cluster.config import DEFAULT_NUM_CPUS, rank_bundles
 from compile.errors import FieldError
 from serve.config import RETRY_AFTER_S, DeployConfig, PoolConfig, deploy_config
@@ -33,8 +34,6 @@ from serve.ingress import Ingress
 from serve.pools.pool import Pool
 from serve.serve_run import INGRESS, drain_at_exit, listen
 
-MAX_ONGOING = 100_000
-"""Open calls of a pool. The ingress bounds queues; a second bound would hide requests from it."""
 MAX_REFUSALS = 128
 """Requests that an ingress may be refusing, or answering about its health, beside those that it
 has admitted."""
@@ -45,6 +44,8 @@ milliseconds, whatever becomes of it."""
 
 GRACEFUL_S = 20
 """How long requests that run may take when their application is ended; then they are cut off."""
+STOP_PERIOD_S = 0.1
+"""How soon Serve runs a stopping replica's code once no call is open, which is always."""
 LOOK_PERIOD_S = 1.0
 """How often pools' failures are looked for."""
 CONNECT_PERIOD_S = 0.1
@@ -75,9 +76,7 @@ def deploy(args: dict[str, Any]) -> Application:
 
 
 def build(config: DeployConfig) -> Application:
-    handles = {
-        pool.name: _pool_deployment(pool).bind(pool, config.config_hash) for pool in config.pools
-    }
+    pools = [_pool_deployment(config, pool).bind(pool, config.config_hash) for pool in config.pools]
     ingress = ray_serve.deployment(
         name=INGRESS,
         num_replicas=config.num_ingresses,
@@ -90,10 +89,10 @@ def build(config: DeployConfig) -> Application:
         # leave at once would wait for it.
         logging_config={"enable_access_log": False},
     )(Ingress)
-    return ingress.bind(config, handles)
+    return ingress.bind(config, pools)
 
 
-def _pool_deployment(pool: PoolConfig) -> Deployment:
+def _pool_deployment(config: DeployConfig, pool: PoolConfig) -> Deployment:
     bundles = [{"CPU": DEFAULT_NUM_CPUS}, *rank_bundles(pool.engine, pool.num_cpus)]
     return ray_serve.deployment(
         name=f"{pool.name.capitalize()}Pool",
@@ -101,10 +100,11 @@ def _pool_deployment(pool: PoolConfig) -> Deployment:
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
-        max_ongoing_requests=MAX_ONGOING,
         logging_config={"enable_access_log": False},
         health_check_period_s=1,
-        graceful_shutdown_timeout_s=GRACEFUL_S,
+        graceful_shutdown_wait_loop_s=STOP_PERIOD_S,
+        # Bounds a replica's drain.
+        graceful_shutdown_timeout_s=config.args.drain_timeout_s + STOP_S,
     )(Pool)
 
 

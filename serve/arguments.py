@@ -38,7 +38,7 @@ from serve.compilation import (
     compilation_fields,
     refuse_speculation,
 )
-from serve.pools.routing import Routing
+from serve.pools.chooser import Routing
 
 _MAX_BYTES = 1 << 63
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
@@ -89,7 +89,7 @@ class PoolArgs(_Strict, frozen=True):
     data_parallel_size: Positive = 1
     """Engines in a rank group, each with its own KV, that run every step together."""
     routing: Routing = Routing.LEAST_REQUESTS
-    """Which engine of a group gets a request: `round_robin`, `least_requests` or `least_tokens`."""
+    """Which engine of a pool gets a request: `round_robin`, `least_requests` or `least_tokens`."""
     num_cpus: Annotated[float, at_least(1e-4)] = DEFAULT_NUM_CPUS
     """CPUs that each rank reserves in Ray. The default is next to nothing, so that it starts on any
     machine."""

@@ -33,7 +33,7 @@ from serve.compilation import check_names
 from serve.observe.tracing import check_endpoint
 from serve.openai.answer_parser import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
-from serve.pools.routing import Routing
+from serve.pools.chooser import Routing
 
 BUNDLED_NAME = "lockstep-tiny"
 BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}

@@ -21,17 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import zmq
-import zmq.asyncio
-
-from cluster.wire.credentials import Credentials
-from cluster.wire.messages import FrameError
-from cluster.wire.sockets import Budget, unpack
+from cluster.wire.sockets import Budget
 from serve.admission import Overloaded
 
 log = logging.getLogger("lockstep.receiving")
@@ -196,37 +191,8 @@ def loop_budget() -> Budget:
     return Budget(MAX_FRAMES, MAX_S)
 
 
-def has_waiting(socket: zmq.asyncio.Socket) -> bool:
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
-
-
 async def yield_if_over_budget(budget: Budget) -> None:
     """Let the event loop do everything else once if the budget is spent."""
     if not budget.take():
         await asyncio.sleep(0)
         budget.renew()
-
-
-async def frames(
-    socket: zmq.asyncio.Socket,
-    credentials: Credentials,
-    budget: Budget,
-    *,
-    max_bytes: int,
-    is_empty: asyncio.Event | None = None,
-) -> AsyncIterator[bytes]:
-    """Yield the frames that processes of this deployment send; others are dropped and logged.
-    is_empty: set while nothing waits and everything that came has been processed."""
-    while True:
-        if is_empty is not None and not has_waiting(socket):
-            is_empty.set()
-        message = await socket.recv_multipart()
-        if is_empty is not None:
-            is_empty.clear()
-        try:
-            body = unpack(message, credentials, max_bytes)
-        except FrameError as error:
-            log.error("dropped a frame: %s", error)
-        else:
-            yield body
-        await yield_if_over_budget(budget)

@@ -1,5 +1,5 @@
 """`Ingress`: the deployment that takes requests, over HTTP and from handles of other Ray apps. The
-shell of an `IngressCore`: what is Ray's, and the token socket."""
+shell of an `IngressCore`: what is Ray's, and the sockets to leaders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import ctypes
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +27,8 @@ from serve.openai import endpoint
 from serve.openai.app import build_app
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
-from serve.pools.mailboxes import TokenSocket
+from serve.pools.directory import Directory
+from serve.pools.links import LeaderLinks
 from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
 
@@ -40,21 +41,13 @@ ASK_TIMEOUT_S = 30.0
 """How long asking for the lock may take, in which its actor may have to start."""
 
 
-class _PoolHandle:
-    def __init__(self, handle: DeploymentHandle, config_hash: str) -> None:
-        self._handle = handle
-        self._config_hash = config_hash
-
-    def generate(self, request_id: str, frame: bytes) -> Any:
-        return self._handle.generate.remote(request_id, frame, self._config_hash)
-
-
 @ray_serve.ingress()
 class Ingress:
     # Ray Serve awaits constructors: sockets need the running loop.
     async def __init__(  # type: ignore[misc]
-        self, config: DeployConfig, handles: dict[str, DeploymentHandle]
+        self, config: DeployConfig, pools: Sequence[DeploymentHandle]
     ) -> None:
+        """`pools` are part of the application because they are bound here; no call goes to them."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(config.args.log_format)
         _map_large_buffers()
@@ -70,16 +63,19 @@ class Ingress:
         is_shared = not self._is_behind_haproxy
         cost = CHUNK_COST * config.num_ingresses if is_shared else HAPROXY_CHUNK_COST
         tick = StreamBatcher(cost)
-        socket = TokenSocket(node, Credentials(config.config_hash, secret), tick)
-        router = Router(
-            {name: _PoolHandle(handle, config.config_hash) for name, handle in handles.items()},
-            socket.mailboxes,
-            Quarantine(ActorLock(app_name, ingress_id)),
+        self._links = LeaderLinks(Credentials(config.config_hash, secret))
+        directory = Directory(
+            {pool.name: pool.routing for pool in config.pools},
+            self._links.connect,
+            config_hash=config.config_hash,
+            max_wait_s=config.args.max_queue_wait_s,
         )
+        quarantine = Quarantine(ActorLock(app_name, ingress_id))
+        router = Router(directory, config.pools[0].name, tick, quarantine)
         self._core = IngressCore(
-            config, board, router, tick, ingress_id=ingress_id, node=node, secret=secret
+            config, board, directory, router, tick, ingress_id=ingress_id, node=node, secret=secret
         )
-        await self._core.start(socket.task, is_first=board.is_first)
+        await self._core.start(is_first=board.is_first)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
@@ -95,6 +91,7 @@ class Ingress:
 
     async def __del__(self) -> None:
         await self._core.close()
+        self._links.shutdown()
 
     async def drain(self) -> int:
         """Take no more requests; return how many are still answered by all ingresses."""

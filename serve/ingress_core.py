@@ -31,6 +31,7 @@ from serve.observe.request_log import RequestLog
 from serve.observe.tracing import Tracing, otlp_exporter
 from serve.openai.errors import ApiError
 from serve.openai.generation import Serving
+from serve.pools.directory import Directory
 from serve.pools.router import Router
 from serve.readiness import Readiness, StartLog, log
 from serve.requests.records import SequenceRecord
@@ -65,6 +66,7 @@ class IngressCore:
         self,
         config: DeployConfig,
         board: Board,
+        directory: Directory,
         router: Router,
         tick: StreamBatcher,
         *,
@@ -75,6 +77,7 @@ class IngressCore:
         """Build everything; `start` begins. `tick`: which the outputs of the router wait for."""
         self._config = config
         self._board = board
+        self._directory = directory
         self._router = router
         self._id = ingress_id
         self._node = node
@@ -107,13 +110,13 @@ class IngressCore:
             self.serving.on_end.append(self._tracing.write)
             self.serving.is_traced = True
 
-    async def start(self, receiving: asyncio.Task[None], *, is_first: bool) -> None:
-        """Load and read the board from now on, and return when requests may be sent here.
-        `receiving` moves outputs into mailboxes: without it nothing here is well. Where other
-        ingresses answer meanwhile, this one loads first: Serve sends requests once it is there."""
+    async def start(self, *, is_first: bool) -> None:
+        """Load and read the board from now on, and return when requests may be sent here. Where
+        other ingresses answer meanwhile, this one loads first: Serve sends requests once it is
+        there."""
         loop = asyncio.get_running_loop()
         loading = loop.create_task(self._load_tokenizer())
-        self._tasks += [receiving, loading, loop.create_task(self._poll())]
+        self._tasks += [loading, loop.create_task(self._poll())]
         if self._config.args.debug:
             self._tasks.append(loop.create_task(self._measure_loop()))
         if is_first:
@@ -136,6 +139,7 @@ class IngressCore:
             await asyncio.to_thread(self._tokenizer.grammars.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        self._directory.close()
 
     async def drain(self) -> int:
         """Take no more requests; return how many are still answered, here and by other ingresses.
@@ -230,7 +234,8 @@ class IngressCore:
     async def _refresh(self) -> None:
         """Tell the board of this ingress, and see what it knows of all."""
         body = await self._board.poll(self._report())
-        figures = body.pop("figures")
+        figures, leaders = body.pop("figures"), body.pop("leaders")
+        self._directory.see(leaders)
         is_late = self._readiness.are_pools_late(body, time.monotonic())
         free = await self._board.free_resources() if is_late else {}
         is_news = self._readiness.see(body, free, time.monotonic(), is_board_new=self._board.is_new)

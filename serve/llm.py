@@ -173,7 +173,7 @@ class LLM:
         choices = [
             Choice(
                 index,
-                GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, "", cache_salt),
+                GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, cache_salt),
                 self.tokenizer,
                 params,
                 stop,

@@ -177,7 +177,7 @@ engine = assemble_engine(config, runner)
 plain = Sampling(0.0, 0, 1.0, 0.0, 0, 3, (1,), -1, -1, None, None)
 constrained = msgspec.structs.replace(plain, grammar=Grammar("start: /a/", (1,)))
 for name, sampling in (("plain", plain), ("constrained", constrained)):
-    engine.submit(Submit(GenerateRequest(name, [5, 6, 7], [], sampling, "", b""), None))
+    engine.submit(Submit(GenerateRequest(name, [5, 6, 7], [], sampling, b""), None))
 while engine.has_unfinished:
     for out in engine.step():
         print(out.request_id, len(out.token_ids), out.error)

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.group.context import RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
-from cluster.observe.metrics import INGRESS
+from cluster.observe.metrics import INGRESS, SchedulerStats
 
 OUTDATED = "outdated"
 
@@ -36,14 +36,63 @@ class ReplicaReport:
     pool: str
     replica_id: str
     state: str
-    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch) or failed."""
+    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch), draining or
+    failed."""
     group: GroupReport
+    epoch: int = 0
+    inboxes: tuple[str, ...] = ()
+    """Of its leaders, once they serve."""
+    last_end: str = ""
+    """How the group before this one ended."""
     error: str = ""
     config_hash: str = ""
     is_stuck: bool = False
     """The watchdog ended its group, which does not serve again yet."""
     counts: Counts = field(default_factory=dict)
     in_state_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LeaderReport:
+    """One leader, as ingresses choose among all of a pool."""
+
+    pool: str
+    replica_id: str
+    dp_rank: int
+    epoch: int
+    state: str
+    """Of its replica."""
+    inbox: str
+    config_hash: str
+    last_end: str
+    """How its group ended last, in the epoch before; empty if none has."""
+    load: SchedulerStats = field(default_factory=SchedulerStats)
+
+    @property
+    def engine_id(self) -> str:
+        return f"{self.pool}/{self.replica_id}/{self.dp_rank}"
+
+
+def leaders_of(report: ReplicaReport) -> list[LeaderReport]:
+    loads = {
+        rank.place.dp_rank: rank.scheduler
+        for rank in report.group.ranks
+        if rank.place.tp_rank == 0 and rank.place.epoch == report.epoch
+    }
+    return [
+        LeaderReport(
+            report.pool,
+            report.replica_id,
+            dp_rank,
+            report.epoch,
+            report.state,
+            inbox,
+            report.config_hash,
+            report.last_end,
+            loads.get(dp_rank, SchedulerStats()),
+        )
+        for dp_rank, inbox in enumerate(report.inboxes)
+    ]
 
 
 @dataclass(frozen=True)

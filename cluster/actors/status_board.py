@@ -25,6 +25,7 @@ from cluster.actors.reports import (
     IngressReport,
     ReplicaReport,
     figures_body,
+    leaders_of,
     ready_body,
 )
 from cluster.observe.counts import Counts, Ledger
@@ -134,8 +135,8 @@ class StatusBoard:
 
     def poll(self, report: IngressReport) -> dict[str, Any]:
         """Take an ingress's report, and return the body of `/ready` as its deployment sees it, with
-        the figures of the status page while somebody looks at one: each look may reach another
-        ingress."""
+        all `leaders` as `LeaderReport`s, and with the figures of the status page while somebody
+        looks at one: each look may reach another ingress."""
         now = time.monotonic()
         self._ingresses[report.ingress_id] = (now, report)
         if report.counts is not None:
@@ -143,7 +144,13 @@ class StatusBoard:
         body = self.snapshot(report.config_hash)
         reports = [known for _, known in self._ingresses.values()]
         is_watched = any(known.is_watched for known in reports)
-        return {**body, "figures": self.figures() if is_watched else None}
+        leaders = [
+            leader
+            for by_id in self._reports.values()
+            for _, replica in by_id.values()
+            for leader in leaders_of(replica)
+        ]
+        return {**body, "leaders": leaders, "figures": self.figures() if is_watched else None}
 
     def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
         self.count(ingress_id, counts)

@@ -2,9 +2,9 @@
 
 Anything from outside comes in between two steps alone:
 
-1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the scheduler, and
-   followers' reports of KV that was read or released to the group's holder and reader. Both are
-   bounded, so that a flood cannot hold a step up.
+1. Frames of ingresses that wait in the inbox (submissions, aborts) are decoded and given to the
+   scheduler, and followers' reports of KV that was read or released to the group's holder and
+   reader. Both are bounded, so that a flood cannot hold a step up.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.handoff import GroupHolder, GroupReader, HandoffHolder, HandoffMetadata, KVReader
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
-from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
+from cluster.rank.output_sender import OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner
 from cluster.wire.group_messages import (
@@ -55,11 +56,13 @@ from cluster.wire.messages import (
     MAX_GRAMMAR_CHARS,
     Abort,
     FrameError,
+    Hello,
     Inbound,
+    OutputFrame,
     Submit,
-    Watch,
-    asker_of,
     decode,
+    encode,
+    request_id_of,
 )
 from cluster.wire.sockets import Budget, CurveHandshake, listening_socket, unpack
 
@@ -70,7 +73,10 @@ MAX_SLEEP_MS = 1000
 MAX_INBOX_FRAMES, MAX_INBOX_S = 256, 0.002
 """Taken between two steps, while all ranks wait: as long as a short step."""
 MAX_INBOX_WAITING = 64
-"""Frames of one sender, which may be long; any more wait in the sender's own process."""
+"""Frames of one ingress, which may be long; any more wait in its own process."""
+CLOSE_LINGER_MS = 1000
+MAX_OUTPUTS_WAITING = 20_000
+"""Frames for an ingress that does not read, then given up: ten seconds of a fast model's steps."""
 
 
 class Leader(Rank):
@@ -90,12 +96,12 @@ class Leader(Rank):
         self._is_stopping = False
         self._holder: GroupHolder | None = None
         self._reader: GroupReader | None = None
-        followers, lockstep = self._greet(rendezvous)
+        followers, lockstep = self._meet(rendezvous)
         self.engine = self._assemble(followers, lockstep)
 
         self._inbox = Inbox(context, self._sockets, self.runner.model_config.vocab_size)
         self.inbox = self._inbox.address
-        self._output_sender = OutputSender(context, self._sockets, self.inbox)
+        self._output_sender = OutputSender(self._inbox.socket)
         self._look_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -134,7 +140,6 @@ class Leader(Rank):
         lost = self._output_sender.send(outputs) if outputs else []
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
-            lost += self._output_sender.drop_dead_addresses()
             if self._channel is not None and not self._is_stopping:
                 self._channel.check()
         if lost:
@@ -159,30 +164,24 @@ class Leader(Rank):
         }
 
     def _take_inbox(self) -> None:
-        for message in self._inbox.take():
+        for peer, message in self._inbox.take():
             match message:
                 case Submit():
-                    request = message.request
-                    if self._expect(request.request_id, request.reply_to):
+                    if self._expect(message.request.request_id, peer):
                         self.engine.scheduler.add(message)
                 case BadSubmit():
-                    if self._expect(message.request_id, message.reply_to):
+                    if self._expect(message.request_id, peer):
                         self.engine.scheduler.refuse(message.request_id, message.error)
                 case Abort():
                     self.engine.scheduler.abort(message.request_ids)
-                case Watch():
-                    self._output_sender.watch(message.address)
 
-    def _expect(self, request_id: str, reply_to: str) -> bool:
-        """Note where a request's outputs go; return whether there is a way for them."""
+    def _expect(self, request_id: str, peer: bytes) -> bool:
+        """Note where a request's outputs go; return whether it is a new one."""
         if self._output_sender.expects(request_id):
             # Its end would be taken for the other one's, everywhere.
             log.error("inbox: request_id: wanted a new one, found %r unfinished", request_id)
             return False
-        if not self._output_sender.expect(request_id, reply_to):
-            error = f"reply_to: wanted one of at most {MAX_ADDRESSES} addresses, found another"
-            self.engine.scheduler.refuse(request_id, error)
-            return False
+        self._output_sender.expect(request_id, peer)
         return True
 
     def _take_reports(self, channel: StepSender) -> None:
@@ -205,7 +204,7 @@ class Leader(Rank):
             case _:
                 raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
 
-    def _greet(
+    def _meet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
         if rendezvous is None:
@@ -251,7 +250,6 @@ class Leader(Rank):
         )
 
     def _close(self) -> None:
-        self._output_sender.close()
         for ends in (self._channel, self._peers):
             if ends is not None:
                 ends.close()
@@ -313,39 +311,54 @@ def assemble_engine(
 
 @dataclass(frozen=True)
 class BadSubmit:
-    """A submission that could not be decoded, but names its request and its sender."""
+    """A submission that could not be decoded, but names its request."""
 
     request_id: str
-    reply_to: str
     error: str
 
 
 class Inbox:
-    """Where requests, aborts and watchers arrive. Belongs to the step thread. Whatever comes in,
-    nothing here raises: a bad submission that names its sender is answered with an error, any other
-    bad frame dropped with a line in the log."""
+    """Where ingresses connect to this leader. Belongs to the step thread. Whatever comes in,
+    nothing here raises: a bad submission that names its request is answered with an error, any
+    other bad frame dropped with a line in the log."""
 
     def __init__(
         self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], vocab_size: int
     ) -> None:
         self._credentials = rank.credentials
+        self._hello = Hello(rank.engine_id, rank.place.epoch)
         self._max_bytes = max_submit_bytes(rank.config.max_model_len, vocab_size)
         handshake = CurveHandshake(rank.credentials.secret)
-        self.socket = listening_socket(sockets, zmq.PULL, handshake, max_waiting=MAX_INBOX_WAITING)
+        self.socket = listening_socket(
+            sockets, zmq.ROUTER, handshake, max_waiting=MAX_INBOX_WAITING
+        )
+        self.socket.sndhwm = MAX_OUTPUTS_WAITING
+        self.socket.router_mandatory = True
+        self.socket.linger = CLOSE_LINGER_MS
         port = self.socket.bind_to_random_port(f"tcp://{rank.host}")
         self.address = f"tcp://{rank.host}:{port}"
 
-    def take(self) -> Iterator[Inbound | BadSubmit]:
-        """Yield what waits, as much as there is time for between two steps."""
+    def take(self) -> Iterator[tuple[bytes, Submit | BadSubmit | Abort]]:
+        """Yield what waits with the peer that sent it, as much as there is time for between two
+        steps."""
         budget = Budget(MAX_INBOX_FRAMES, MAX_INBOX_S)
         while budget.take():
             try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+                peer, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             message = self._read(parts)
-            if message is not None:
-                yield message
+            if isinstance(message, Hello):
+                self._greet(peer, message)
+            elif message is not None:
+                yield peer, message
+
+    def _greet(self, peer: bytes, hello: Hello) -> None:
+        if hello != self._hello:
+            log.error("inbox: wanted %s, found %s", self._hello, hello)
+            return
+        with suppress(zmq.ZMQError):  # it has left
+            self.socket.send_multipart((peer, encode(OutputFrame([]))), zmq.NOBLOCK)
 
     def _read(self, parts: list[bytes]) -> Inbound | BadSubmit | None:
         try:
@@ -357,12 +370,13 @@ class Inbox:
             message: Inbound = decode(body, Inbound)
         except FrameError as error:
             log.error("inbox: refused a frame: %s", error)
-            asker = asker_of(body)
-            return None if asker is None else BadSubmit(*asker, str(error))
+            request_id = request_id_of(body)
+            return BadSubmit(request_id, str(error)) if request_id else None
         return message
 
     def close(self) -> None:
-        self.socket.close(linger=0)
+        """Close; what was sent still leaves for a second."""
+        self.socket.close()
 
 
 def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:

@@ -21,7 +21,7 @@ from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # Bounds of sampling, for requests of clients as well as on the wire.
 MAX_TEMPERATURE = 1e6
@@ -149,7 +149,6 @@ class GenerateRequest(Wire, frozen=True):
     prompt_token_ids: list[Index]
     output_token_ids: list[Index]
     sampling: Sampling
-    reply_to: Address
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)]
     """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
     empty: shared by all that have none."""
@@ -206,13 +205,15 @@ class Abort(Wire, frozen=True, tag=True):
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_ABORTS)]
 
 
-class Watch(Wire, frozen=True, tag=True):
-    """Tell `address` of the requests that ended, after each step in which one did."""
+class Hello(Wire, frozen=True, tag=True):
+    """Opens a connection to the leader `engine_id` of this epoch, which answers with a frame
+    without outputs; no other answers."""
 
-    address: Address
+    engine_id: Name
+    epoch: Count
 
 
-Inbound = Submit | Abort | Watch
+Inbound = Submit | Abort | Hello
 
 
 class _BadRequest(Wire, frozen=True):
@@ -220,24 +221,23 @@ class _BadRequest(Wire, frozen=True):
     prompt_token_ids: msgspec.Raw
     output_token_ids: msgspec.Raw
     sampling: msgspec.Raw
-    reply_to: Address
     cache_salt: msgspec.Raw
 
 
 class _BadSubmit(Wire, frozen=True, tag="Submit"):
-    """The parts of a bad submission that name the request and its sender."""
+    """The part of a bad submission that names the request."""
 
     request: _BadRequest
     handoff: msgspec.Raw
 
 
-def asker_of(data: bytes) -> tuple[str, str] | None:
-    """Return request id and address of a submission that `decode` refused; None if it has none."""
+def request_id_of(data: bytes) -> str:
+    """Return the request id of a submission that `decode` refused; empty if it has none."""
     try:
-        request = _decoder(_BadSubmit).decode(data).request
+        bad: _BadSubmit = _decoder(_BadSubmit).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return request.request_id, request.reply_to
+        return ""
+    return bad.request.request_id
 
 
 # --- outputs --------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class TokenLogprobs(Wire, frozen=True):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request has ended, or a stage of it. No engine says the last two: the router does."""
+    """Why a request has ended, or a stage of it. No engine says the last one: the ingress does."""
 
     NONE = ""
     STOP = "stop"
@@ -267,10 +267,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
     KV_LOST = "kv_lost"
     """The prompt's KV could not be read, or an output is missing: it begins again elsewhere."""
-    REFUSED = "refused"
-    """A replica has no ranks at the moment."""
     DIED = "died"
-    """The replica or its ranks ended before the stage did."""
+    """The connection to its leader ended before the stage did."""
 
 
 class EngineOutput(Wire, frozen=True, kw_only=True):
@@ -317,18 +315,11 @@ class EngineOutput(Wire, frozen=True, kw_only=True):
 
 
 class OutputFrame(Wire, frozen=True, tag=True):
-    """Outputs of one step for one ingress; long ones take several frames (`output_sender.py`)."""
+    """Outputs of one step for one ingress; long ones take several frames (`output_sender.py`).
+    The first one on a connection has none."""
 
-    epoch: int
-    engine_id: Name
-    inbox: Address
     outputs: list[bytes]
     """Each an encoded `EngineOutput`, so that the receiver may pause between two."""
-
-
-class EndedFrame(Wire, frozen=True, tag=True):
-    epoch: int
-    ended: list[EngineOutput]
 
 
 # --- the step -------------------------------------------------------------------------------

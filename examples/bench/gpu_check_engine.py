@@ -49,7 +49,7 @@ def generate(config: EngineConfig, runner: ModelRunner, samplings: list[Sampling
     tokens: list[list[int]] = [[] for _ in samplings]
     for i, sampling in enumerate(samplings):
         prompt = [(7 * i + j) % 512 for j in range(PROMPT)]
-        engine.submit(Submit(GenerateRequest(str(i), prompt, [], sampling, "", b""), None))
+        engine.submit(Submit(GenerateRequest(str(i), prompt, [], sampling, b""), None))
     while engine.has_unfinished:
         for output in engine.step():
             if output.error:

@@ -15,6 +15,8 @@ from starlette.responses import Response
 
 from compile.errors import FieldError
 from serve.admission import Overloaded
+from serve.config import RETRY_AFTER_S
+from serve.pools.directory import NoLeader
 from serve.requests.choice import GenerationError
 from serve.requests.grammar_process import GrammarProcessLost
 from serve.requests.tokenizer import ChatTemplateError
@@ -120,6 +122,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), retry_after_s=error.retry_after_s)
         case GenerationError():
             return ApiError(500, f"generating failed: {error}")
+        case NoLeader():
+            return ApiError(503, str(error), retry_after_s=RETRY_AFTER_S)
         case GrammarProcessLost():
             return ApiError(503, str(error), retry_after_s=error.retry_after_s)
         case TimeoutError():

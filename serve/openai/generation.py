@@ -74,8 +74,8 @@ class Backend(Protocol):
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
         """Start one sequence and yield its outputs; the last one has a finish_reason. `aclose()`,
-        or cancelling the task that waits, aborts it. The backend puts its own address into
-        `reply_to`, and notes in `record` what it learns of the way."""
+        or cancelling the task that waits, aborts it. The backend notes in `record` what it learns
+        of the way."""
 
 
 class Serving:
@@ -267,7 +267,7 @@ class Generation:
             for sampling in of_choices:
                 index = len(self.choices)
                 engine_request = GenerateRequest(
-                    f"{adapter.id}-{index}", prompt, [], sampling, "", salt
+                    f"{adapter.id}-{index}", prompt, [], sampling, salt
                 )
                 shown = adapter.shown_token_ids
                 self.choices.append(Choice(index, engine_request, tokenizer, params, stop, shown))

@@ -1,8 +1,8 @@
 """`PoolCore`: one replica of a pool, without Ray and without sockets.
 
-It owns a rank group and its open requests, rebuilds the group under a new epoch when it ends, and
-reports how it is. Tokens never pass through here: a request's call only stays open until its engine
-is done with it. What Ray and ZeroMQ do for it is a `PoolShell` (`pool.py`).
+It owns a rank group, rebuilds it under a new epoch when it ends, reports how it is and where its
+leaders are, and ends it once nothing runs there. No request passes through here: ingresses and
+leaders are connected (`directory.py`). What Ray does for it is a `PoolShell` (`pool.py`).
 """
 
 from __future__ import annotations
@@ -10,51 +10,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
 from cluster.actors.rank_group import RankDied, RankGroup, place_in_group
 from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.observe.load_progress import LoadProgress
-from cluster.wire.messages import EngineOutput, Submit, decode
-from serve.pools.routing import LeaderRouter, Routing
 
 log = logging.getLogger("lockstep.pool")
 
 MAX_FAILED_STARTS = 3
 """Failed starts of a rank group in a row after which its replica fails: the cause is more than the
 death of a rank."""
-HOLD_S = 5.0
-"""How long a request waits in a replica that cannot run it, mostly while ranks are being rebuilt.
-If it were refused at once, this replica would have the fewest open calls, and Serve would send it
-the next request although another one is healthy."""
 STUCK_AFTER_S = 3.0
 """A group whose ranks have not all answered for so long is reported as stuck."""
+SERVING = ("ready", "draining")
+"""States in which leaders have inboxes."""
+IDLE_REPORTS = 4
+"""Reports in a row without work after which a draining replica is empty: by then every ingress has
+heard of it (`POLL_PERIOD_S` of `ingress_core.py`), and a request between two pools has arrived."""
 REPORT_PERIOD_S = 0.25
 """How often a replica reports to the status board; each time costs a few milliseconds of processor
 time. Figures of `/ready` are at most three quarters of a second old."""
 
 
-class PoolUnavailable(RuntimeError):
-    """A pool's replica has no ranks at the moment; the request did not reach an engine."""
-
-
-class LeaderLink(Protocol):
-    """The way to one leader; one that is closed drops an abort."""
-
-    async def submit(self, frame: bytes) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-
-
 class PoolShell(Protocol):
     """What a replica needs of its surroundings. `new_group` makes ranks that do not load yet;
-    `connect` opens links to its leaders in place of those before; `push` shows a report on the
-    status board. A failure that is noted is found by the replica in this one's place, where
-    `final_failure` returns its reason; `note_recovery` forgets one that was not final."""
+    `push` shows a report on the status board. A failure that is noted is found by the replica in
+    this one's place, where `final_failure` returns its reason; `note_recovery` forgets one that was
+    not final."""
 
     def new_group(self, epoch: int) -> RankGroup: ...
-    async def connect(self, inboxes: Sequence[str]) -> Sequence[LeaderLink]: ...
     async def push(self, report: ReplicaReport, group: RankGroup) -> None: ...
     async def final_failure(self) -> str: ...
     async def note_failure(self, reason: str, is_final: bool) -> None: ...
@@ -62,40 +49,27 @@ class PoolShell(Protocol):
 
 
 class PoolCore:
-    """A rank group and its open requests. Invariants: a state's note (`note_failure`,
-    `note_recovery`) is kept before the next one's, and that of a failure before it is entered,
-    since Serve then starts another replica, which reads it. `stopping` is the last state."""
+    """A rank group and its states. Invariants: a state's note (`note_failure`, `note_recovery`) is
+    kept before the next one's, and that of a failure before it is entered, since Serve then starts
+    another replica, which reads it. `draining` and then `stopping` are the last states."""
 
-    def __init__(
-        self,
-        name: str,
-        replica_id: str,
-        config_hash: str,
-        shell: PoolShell,
-        *,
-        routing: Routing,
-        hold_s: float,
-    ) -> None:
+    def __init__(self, name: str, replica_id: str, config_hash: str, shell: PoolShell) -> None:
         """Make the first group; call `start` next."""
         self.name = name
         self.state = "loading"
-        """loading, ready, restarting, failed or stopping."""
+        """loading, ready, restarting, failed, draining or stopping."""
         self.error = ""
         self.group = shell.new_group(0)
         self._replica_id = replica_id
         self._config_hash = config_hash
         self._shell = shell
-        self._routing = routing
-        self._hold_s = hold_s
-        self._is_ready = asyncio.Event()
         self._noting = asyncio.Lock()
-        self._open: dict[str, asyncio.Future[EngineOutput]] = {}
+        self._last_end = ""
+        """How the group before this one ended."""
         self._restarts: Counter[str] = Counter()
         """By the rank that a group's end was blamed on."""
         self._ended_by_watchdog = False
         """Whether the watchdog ended the last group that ended."""
-        self._links: Sequence[LeaderLink] = ()
-        self._router = LeaderRouter(routing, 0)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -109,47 +83,12 @@ class PoolCore:
             await self._fail(str(error), error.verdict)
             await asyncio.sleep(2 * REPORT_PERIOD_S)  # the reason reaches `/ready`
             raise
-        await self._serve()
+        self._serve()
         self.spawn(self._watch_group())
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something for as long as the replica lives, which is ill if it fails."""
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
-
-    async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
-        """Submit a request and return its finish reason when its engine is done with it; cancelling
-        the call aborts it. PoolUnavailable: the ranks are being rebuilt, or `config_hash` is that
-        of another deployment, of which replicas are called while one replaces another. RankDied:
-        the group ended."""
-        if config_hash != self._config_hash:
-            await asyncio.sleep(self._hold_s)
-            raise PoolUnavailable(f"config_hash: wanted {self._config_hash}, found {config_hash}")
-        if not self._is_ready.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_ready.wait(), self._hold_s)
-        if not self._is_ready.is_set():
-            raise PoolUnavailable(f"wanted a ready rank group, found it {self.state}: {self.error}")
-        num_tokens = _num_tokens(frame) if self._routing is Routing.LEAST_TOKENS else 0
-        router = self._router  # a rebuilt group has another one
-        dp_rank = router.take(num_tokens)
-        leader = self._links[dp_rank]
-        ended = self._open[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            await leader.submit(frame)
-            output: EngineOutput = await ended
-            return output.finish_reason
-        except asyncio.CancelledError:
-            leader.abort(request_id)
-            raise
-        finally:
-            router.give_back(dp_rank, num_tokens)
-            self._open.pop(request_id, None)
-
-    def on_ended(self, outputs: Sequence[EngineOutput]) -> None:
-        for output in outputs:
-            future = self._open.get(output.request_id)
-            if future is not None and not future.done():
-                future.set_result(output)
 
     def check_health(self) -> None:
         """Raise if the rank group is gone or unwatched, so that Serve replaces this replica."""
@@ -158,6 +97,25 @@ class PoolCore:
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+
+    async def drain(self) -> None:
+        """Return once nothing runs here any more. Ingresses send nothing more when they have heard
+        of it, and what was on its way then has arrived."""
+        if self.state != "ready":
+            return
+        self._enter("draining")
+        num_idle = 0
+        while num_idle < IDLE_REPORTS and self.state == "draining":
+            await asyncio.sleep(REPORT_PERIOD_S)
+            try:
+                found = await self.group.report()
+            except (TimeoutError, RankDied):
+                continue  # its end is noticed elsewhere
+            loads = [rank.scheduler for rank in found.ranks]
+            is_idle = not any(
+                load.num_running or load.num_waiting or load.held_tickets for load in loads
+            )
+            num_idle = num_idle + 1 if is_idle else 0
 
     async def stop(self) -> None:
         self._enter("stopping")
@@ -175,7 +133,10 @@ class PoolCore:
             if self.group.verdict:
                 await self._fail(reason, self.group.verdict)
                 return
-            self._lose(reason)
+            if self.state == "draining":
+                self._enter("stopping")
+                return
+            self._note_end(reason)
             self.group = self._shell.new_group(self.group.epoch + 1)
             try:
                 await self.group.start()
@@ -189,7 +150,7 @@ class PoolCore:
             if self._is_stopping():
                 await self.group.stop()
                 return
-            await self._serve()
+            self._serve()
             log.warning("%s pool: serves again, epoch %d", self.name, self.group.epoch)
             num_failures = 0
             reason = await self.group.wait_for_end()
@@ -198,19 +159,11 @@ class PoolCore:
         return self.state == "stopping"
 
     def _enter(self, state: str, error: str = "") -> None:
-        """Enter a state; if it is ready, let in the requests that wait for ranks."""
-        if self._is_stopping():
-            return
-        self.state, self.error = state, error
-        if state == "ready":
-            self._is_ready.set()
-        else:
-            self._is_ready.clear()
+        if not self._is_stopping():
+            self.state, self.error = state, error
 
-    async def _serve(self) -> None:
+    def _serve(self) -> None:
         """Enter the ready state. Nothing here waits for Ray, which may be slow just then."""
-        self._links = await self._shell.connect(self.group.inboxes)
-        self._router = LeaderRouter(self._routing, len(self._links))
         self._enter("ready")
         self.spawn(self._note_recovery())
 
@@ -221,18 +174,15 @@ class PoolCore:
     async def _fail(self, reason: str, verdict: str) -> None:
         """Enter the failed state, in which Serve replaces this replica. `verdict`: why the one in
         its place would fail as well; empty if it might not."""
-        self._lose(reason)
+        self._note_end(reason)
         async with self._noting:
             await self._shell.note_failure(verdict or reason, is_final=bool(verdict))
         self._enter("failed", reason)
 
-    def _lose(self, reason: str) -> None:
-        """Report the end and end all open calls, whose requests the router submits again."""
+    def _note_end(self, reason: str) -> None:
         log.error("%s pool: %s", self.name, reason)
+        self._last_end = reason
         self._enter("loading" if self.state == "loading" else "restarting", reason)
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(RankDied(reason))
 
     async def report(self) -> None:
         """Push this replica's figures to the board for as long as it lives."""
@@ -265,6 +215,9 @@ class PoolCore:
                 self._replica_id,
                 state,
                 found.aged(clock() - answered_at),
+                epoch=reported.epoch,
+                inboxes=tuple(reported.inboxes) if self.state in SERVING else (),
+                last_end=self._last_end,
                 error=self.error,
                 config_hash=self._config_hash,
                 is_stuck=self._ended_by_watchdog and state != "ready",
@@ -273,13 +226,3 @@ class PoolCore:
             )
             await self._shell.push(report, self.group)
             await asyncio.sleep(REPORT_PERIOD_S)
-
-
-def hold_s(lease_s: float) -> float:
-    """Return a small part of the lease of the KV that a held request may need."""
-    return min(HOLD_S, lease_s / 10)
-
-
-def _num_tokens(frame: bytes) -> int:
-    request = decode(frame, Submit).request
-    return len(request.prompt_token_ids) + len(request.output_token_ids)

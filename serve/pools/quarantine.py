@@ -50,7 +50,7 @@ class CrashHistory:
         if reason == FinishReason.DIED:
             self._num_deaths += 1
             self._num_failed_trials += self.is_on_trial
-        elif reason != FinishReason.REFUSED:
+        else:
             self._num_lost += 1
 
     @property

@@ -74,7 +74,7 @@ def engine_for(oracle: Any, **fields: Any) -> Engine:
 
 
 def request_for(name: str, prompt: list[int], output: list[int] | None = None) -> GenerateRequest:
-    return GenerateRequest(name, prompt, output or [], CASES[name], "", b"")
+    return GenerateRequest(name, prompt, output or [], CASES[name], b"")
 
 
 def prompts_for(seed: int) -> dict[str, list[int]]:
@@ -103,7 +103,7 @@ def test_every_parameter_has_an_effect(oracle: Any, wanted: dict[str, Any], name
     if CASES[name].temperature == 0 and not base:
         sampling = PLAIN
     sampling = changed(sampling, stop_token_ids=CASES[name].stop_token_ids)
-    asked = GenerateRequest("0", PROMPTS[name], [], sampling, "", b"")
+    asked = GenerateRequest("0", PROMPTS[name], [], sampling, b"")
     plain = run(engine_for(oracle), [asked])["0"]
     if name == "logprobs":
         assert tokens_of(plain) == tokens_of(wanted[name])
@@ -159,9 +159,7 @@ def test_pre_emption_changes_nothing(oracle: Any, wanted: dict[str, Any], name: 
     """Copies of one sequence in a pool for little more than one of the longest."""
     engine = engine_for(oracle, num_kv_blocks=66)
     request = request_for(name, PROMPTS[name])
-    fillers = [
-        GenerateRequest(f"filler {i}", PROMPTS[name][i:], [], PLAIN, "", b"") for i in range(4)
-    ]
+    fillers = [GenerateRequest(f"filler {i}", PROMPTS[name][i:], [], PLAIN, b"") for i in range(4)]
     results = run(engine, [*fillers, request])
     assert tokens_of(results[name]) == tokens_of(wanted[name])
     assert engine.scheduler.stats().num_preemptions > 0
@@ -220,7 +218,7 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
 def test_two_pools_change_nothing(oracle: Any, wanted: dict[str, Any]) -> None:
     requests = [request_for(name, PROMPTS[name]) for name in CASES]
     asks = changed(PLAIN, num_prompt_logprobs=2)
-    requests.append(GenerateRequest("prompt", PROMPTS["greedy"], [], asks, "", b""))
+    requests.append(GenerateRequest("prompt", PROMPTS["greedy"], [], asks, b""))
     pools = {role.value: LocalPool(config_for(oracle, role=role)) for role in Role}
     mixed = pools.pop("mixed")
     try:

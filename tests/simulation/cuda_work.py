@@ -274,7 +274,7 @@ class Pair:
         self._num_requests += 1
         [sampling] = resolver.choices(len(request.prompt))
         name = str(self._num_requests)
-        return GenerateRequest(name, request.prompt, [], sampling, "", b"")
+        return GenerateRequest(name, request.prompt, [], sampling, b"")
 
     def called(self) -> Counter[str]:
         return sum((side.watched.called for side in self._sides), self._handover.called.copy())

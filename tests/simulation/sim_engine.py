@@ -60,7 +60,7 @@ def make_request(
     cache_salt: bytes = b"",
 ) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None, None)
-    return GenerateRequest(request_id, list(prompt), list(output or []), sampling, "", cache_salt)
+    return GenerateRequest(request_id, list(prompt), list(output or []), sampling, cache_salt)
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,7 @@ def _suspects(fault: Fault, num_ranks: int) -> Iterable[int]:
 
 def _request(arrival: Arrival) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, arrival.max_tokens, arrival.stop, -1, -1, None, None)
-    return GenerateRequest(arrival.request_id, arrival.prompt, [], sampling, "", b"")
+    return GenerateRequest(arrival.request_id, arrival.prompt, [], sampling, b"")
 
 
 @contextmanager

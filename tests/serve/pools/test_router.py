@@ -40,7 +40,7 @@ GREEDY = Sampling(
     rules=None,
     grammar=None,
 )
-REQUEST = GenerateRequest("r", [1, 2], [], GREEDY, "", b"")
+REQUEST = GenerateRequest("r", [1, 2], [], GREEDY, b"")
 Script = Callable[[Mailbox], Any]
 """What a pool does with one call: it may put outputs, and returns what the call returns."""
 

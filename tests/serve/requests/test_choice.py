@@ -69,7 +69,7 @@ def choice_of(tokenizer: Tokenizer, prompt: Sequence[int] = (), **fields: Any) -
     resolver = Resolver(
         params, max_model_len=20_000, vocab_size=20_000, eos_token_ids=(), grammar_text=str
     )
-    request = GenerateRequest("r", list(prompt), [], resolver.choices(1)[0], "", b"")
+    request = GenerateRequest("r", list(prompt), [], resolver.choices(1)[0], b"")
     return Choice(0, request, tokenizer, params, StopStrings(params.stop_strings))
 
 

@@ -105,7 +105,7 @@ def test_what_a_request_may_ask_for_goes_over_the_wire(given: dict[str, Any]) ->
         grammar_text=lambda wanted: "",
     )
     [sampling] = resolver.choices(10)
-    request = GenerateRequest("a", [1], [], sampling, "", b"")
+    request = GenerateRequest("a", [1], [], sampling, b"")
     assert decode(encode(Submit(request, None)), Inbound) == Submit(request, None)
 
 
