@@ -1,14 +1,17 @@
 """`LeaderLinks`: the connections of one ingress to leaders, over ZeroMQ.
 
-Each is one socket, which connects once. libzmq's own threads exchange heartbeats four times a
-second: a process that is killed ends its connections at once, one that is stopped or unreachable
-within `SILENT_S`, and one that is busy does not.
+Each is two sockets that connect once, and ends with either. Frames go over one. Over the other,
+libzmq's own threads exchange heartbeats four times a second: a process that is killed ends its
+connections at once, one that is stopped or unreachable within `SILENT_S`, and one that is busy does
+not. Heartbeats need a socket of their own, since they wait behind frames that nobody takes: as many
+submissions as an inbox holds, sent during one long step, would silence a leader.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from typing import Any
 
 import zmq
@@ -31,6 +34,8 @@ HEARTBEAT_MS = 250
 SILENT_S = 1.0
 """A leader whose heartbeats have not been answered for so long is lost."""
 LINGER_MS = 100
+MAX_SOCKETS = 4096
+"""Of the context; a connection takes six, with the monitors of its two."""
 _ENDS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -45,21 +50,26 @@ class LeaderLinks:
 
     def __init__(self, credentials: Credentials) -> None:
         self._context = zmq.asyncio.Context()
+        self._context.max_sockets = MAX_SOCKETS
         self._credentials = credentials
         self._handshake = CurveHandshake(credentials.secret)
         self._budget = loop_budget()
         """One for all connections: the event loop has its turn after what all have brought."""
 
     def connect(self, inbox: str, leader: Leader) -> Connection:
+        frames, pulse = self._socket(), self._socket()
+        pulse.heartbeat_ivl = HEARTBEAT_MS
+        pulse.heartbeat_timeout = int(SILENT_S * 1000)
+        receiving = self._receive(frames, leader)
+        return _Link(frames, pulse, inbox, leader, self._credentials, receiving)
+
+    def _socket(self) -> zmq.asyncio.Socket:
         socket = connecting_socket(
             self._context, zmq.DEALER, self._handshake, max_waiting=MAX_WAITING
         )
-        socket.heartbeat_ivl = HEARTBEAT_MS
-        socket.heartbeat_timeout = int(SILENT_S * 1000)
-        socket.heartbeat_ttl = int(2 * SILENT_S * 1000)  # after which the leader takes us for gone
         socket.connect_timeout = int(SILENT_S * 1000)
         socket.reconnect_ivl = -1
-        return _Link(socket, inbox, leader, self._credentials, self._receive)
+        return socket
 
     async def _receive(self, socket: zmq.asyncio.Socket, leader: Leader) -> None:
         while True:
@@ -79,40 +89,39 @@ class LeaderLinks:
 class _Link:
     def __init__(
         self,
-        socket: zmq.asyncio.Socket,
+        frames: zmq.asyncio.Socket,
+        pulse: zmq.asyncio.Socket,
         inbox: str,
         leader: Leader,
         credentials: Credentials,
-        receive: Any,
+        receiving: Coroutine[Any, Any, None],
     ) -> None:
-        self._socket = socket
+        self._frames = frames
         self._credentials = credentials
-        self._monitor = socket.get_monitor_socket(_ENDS)
-        socket.connect(inbox)
+        self._monitors = {socket: socket.get_monitor_socket(_ENDS) for socket in (frames, pulse)}
+        for socket in self._monitors:
+            socket.connect(inbox)
+        watching = [_until_disconnected(monitor) for monitor in self._monitors.values()]
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._until_end(receive(socket, leader), leader)),
-            loop.create_task(self._until_end(self._watch(), leader)),
+            loop.create_task(self._until_end(work, leader)) for work in (receiving, *watching)
         ]
 
     def send(self, body: bytes) -> None:
-        if not self._socket.closed:
-            self._socket.send_multipart(pack(body, self._credentials))
+        if not self._frames.closed:
+            self._frames.send_multipart(pack(body, self._credentials))
 
     def close(self) -> None:
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=LINGER_MS)
+        if not self._frames.closed:
+            for socket, monitor in self._monitors.items():
+                socket.disable_monitor()
+                monitor.close(linger=0)
+                socket.close(linger=LINGER_MS)
 
-    async def _watch(self) -> None:
-        await recv_monitor_message(self._monitor)
-        raise ConnectionError("its connection ended")
-
-    async def _until_end(self, work: Any, leader: Leader) -> None:
+    async def _until_end(self, work: Coroutine[Any, Any, None], leader: Leader) -> None:
         try:
             await work
         except (FrameError, ConnectionError) as error:
@@ -120,3 +129,8 @@ class _Link:
         except Exception as error:  # whatever it is, no request may hang
             log.exception("%s: its connection is given up", leader)
             leader.on_end(repr(error))
+
+
+async def _until_disconnected(monitor: zmq.asyncio.Socket) -> None:
+    await recv_monitor_message(monitor)
+    raise ConnectionError("its connection ended")
