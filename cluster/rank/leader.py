@@ -137,7 +137,7 @@ class Leader(Rank):
             outputs = self.engine.step()
         except StepDivergence as error:
             raise error.after(self.runner.step_stats.tail()) from None
-        lost = self._output_sender.send(outputs) if outputs else []
+        lost = self._output_sender.send(outputs)
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
             if self._channel is not None and not self._is_stopping:

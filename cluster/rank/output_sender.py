@@ -35,6 +35,8 @@ class OutputSender:
         self._socket = socket
         self._peers: dict[str, bytes] = {}
         """By request id."""
+        self._owed: dict[bytes, list[EngineOutput]] = {}
+        """Ends of requests whose outputs a peer did not read."""
 
     def expects(self, request_id: str) -> bool:
         return request_id in self._peers
@@ -45,8 +47,9 @@ class OutputSender:
 
     def send(self, outputs: list[EngineOutput]) -> list[str]:
         """Send one step's outputs; return the requests of ingresses that cannot be sent to: their
-        connection has ended, or they do not read."""
-        by_peer: defaultdict[bytes, list[EngineOutput]] = defaultdict(list)
+        connection has ended, or they do not read. One that reads again learns which it lost."""
+        by_peer: defaultdict[bytes, list[EngineOutput]] = defaultdict(list, self._owed)
+        self._owed = {}
         for output in outputs:
             peer = self._peers.get(output.request_id, b"")
             if output.finish_reason:
@@ -55,17 +58,20 @@ class OutputSender:
                 by_peer[peer].append(output)
         lost: list[str] = []
         for peer, mine in by_peer.items():
-            if not all(self._put(peer, OutputFrame(encoded)) for encoded in frames_of(mine)):
+            try:
+                for encoded in frames_of(mine):
+                    frame = split(encode(OutputFrame(encoded)))
+                    self._socket.send_multipart((peer, *frame), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                log.error("outputs: an ingress cannot be sent to, its requests end: %s", error)
                 lost += [request_id for request_id, to in self._peers.items() if to == peer]
+                if isinstance(error, zmq.Again):
+                    self._owed[peer] = [
+                        EngineOutput.ended(output.request_id, FinishReason.KV_LOST, "output lost")
+                        for output in mine
+                        if output.finish_reason
+                    ]
         return lost
-
-    def _put(self, peer: bytes, frame: OutputFrame) -> bool:
-        try:
-            self._socket.send_multipart((peer, *split(encode(frame))), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.error("outputs: an ingress cannot be sent to, its requests end: %s", error)
-            return False
-        return True
 
 
 def frames_of(outputs: list[EngineOutput]) -> Iterator[list[bytes]]:
