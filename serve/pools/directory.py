@@ -167,7 +167,9 @@ class Directory:
     def see(self, reports: Iterable[LeaderReport]) -> None:
         """Take what the board says of all leaders. One that it does not know is kept for as long as
         its connection: a board that was made anew hears of all within a second."""
+        reported = set()
         for report in reports:
+            reported.add(report.engine_id)
             if report.config_hash != self._config_hash or report.pool not in self._choosers:
                 continue  # while one deployment replaces another
             if report.last_end:
@@ -181,6 +183,9 @@ class Directory:
                 if known is not None:
                     known.on_end("it was rebuilt")
                 self._leaders[report.engine_id] = Leader(report, self._connect, self._wake)
+        for engine_id in [*self._leaders]:
+            if self._leaders[engine_id].is_lost and engine_id not in reported:
+                del self._leaders[engine_id]  # its replica was replaced, under another name
         self._wake()
 
     async def choose(self, pool: str) -> Leader:
@@ -213,7 +218,7 @@ class Directory:
     def _states(self, pool: str) -> str:
         found = [each for each in self._leaders.values() if each.report.pool == pool]
         states = (f"{each} {'lost' if each.is_lost else each.report.state}" for each in found)
-        return ", ".join(states) or "none"
+        return ", ".join(states) or "none, /ready tells why"
 
     def _wake(self) -> None:
         self._changed.set()
