@@ -69,6 +69,7 @@ class LeaderLinks:
         )
         socket.connect_timeout = int(SILENT_S * 1000)
         socket.reconnect_ivl = -1
+        socket.linger = LINGER_MS  # from the start: ZeroMQ may end a broken connection before us
         return socket
 
     async def _receive(self, socket: zmq.asyncio.Socket, leader: Leader) -> None:
@@ -119,7 +120,7 @@ class _Link:
             for socket, monitor in self._monitors.items():
                 socket.disable_monitor()
                 monitor.close(linger=0)
-                socket.close(linger=LINGER_MS)
+                socket.close()
 
     async def _until_end(self, work: Coroutine[Any, Any, None], leader: Leader) -> None:
         try:
