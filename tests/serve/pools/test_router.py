@@ -1,127 +1,100 @@
-"""What the router does when pools refuse, lose or forget a request. Pools are scripted."""
+"""What the router does when leaders lose or forget a request. Leaders are scripted."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 import pytest
+from scripted import Connections, ScriptedConnection, output_of, report_of, request_of
 
-from cluster.wire.messages import (
-    EngineOutput,
-    FinishReason,
-    GenerateRequest,
-    Sampling,
-    Submit,
-    decode,
-)
+from cluster.wire.messages import EngineOutput, KVHandoff, Submit
 from serve.event_loop import StreamBatcher
 from serve.pools import quarantine as quarantine_module
-from serve.pools import router as router_module
-from serve.pools.mailboxes import Mailbox
-from serve.pools.pool_core import PoolUnavailable
+from serve.pools.chooser import Routing
+from serve.pools.directory import NoLeader
 from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
 from serve.requests.records import SequenceRecord
 
-GREEDY = Sampling(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    max_tokens=8,
-    stop_token_ids=(),
-    num_logprobs=-1,
-    num_prompt_logprobs=-1,
-    rules=None,
-    grammar=None,
-)
-REQUEST = GenerateRequest("r", [1, 2], [], GREEDY, b"")
-Script = Callable[[Mailbox], Any]
-"""What a pool does with one call: it may put outputs, and returns what the call returns."""
+HANDOFF = KVHandoff(7, "r", [], [], [], 2, 1, "layout", 30.0)
 
 
-def output(
-    token_ids: list[int],
-    finish_reason: str = "",
-    error: str = "",
-    position: int = 0,
-    queued_us: int = 0,
-) -> EngineOutput:
-    ended = EngineOutput.ended("", FinishReason(finish_reason), error, position=position)
-    return msgspec.structs.replace(ended, token_ids=token_ids, queued_us=queued_us)
+class Run:
+    """One request at a leader, which says what becomes of it."""
+
+    def __init__(self, to: ScriptedConnection, submit: Submit) -> None:
+        self.connection = to
+        self.request_id = submit.request.request_id
+
+    def output(
+        self,
+        token_ids: list[int],
+        finish_reason: str = "",
+        error: str = "",
+        position: int = 0,
+        queued_us: int = 0,
+    ) -> None:
+        found = output_of(position, token_ids, finish_reason, self.request_id)
+        handoff = HANDOFF if finish_reason == "handoff" else None
+        found = msgspec.structs.replace(found, error=error, queued_us=queued_us, handoff=handoff)
+        self.connection.leader.deliver(found)
+
+    def crash(self) -> None:
+        """The leader's process ends, and another one is there at once."""
+        self.connection.leader.on_end("its connection ended")
 
 
-class Tokens:
-    """The token socket without a socket: pools put outputs into its mailboxes."""
-
-    address = "tcp://10.0.0.1:1"
-
-    def __init__(self) -> None:
-        self.mailboxes: dict[str, Mailbox] = {}
-        self.aborted: list[str] = []
-        self.waiting: list[Callable[[], None]] = []
-        """What has come and waits in the socket."""
-
-    async def caught_up(self) -> None:
-        for put in self.waiting:
-            put()
-
-    def engines_of(self, mailbox: Any) -> list[str]:
-        return []
-
-    def open(self, request_id: str) -> Mailbox:
-        self.mailboxes[request_id] = Mailbox(request_id, StreamBatcher())
-        return self.mailboxes[request_id]
-
-    def close(self, mailbox: Mailbox) -> None:
-        del self.mailboxes[mailbox.request_id]
-
-    def abort(self, mailbox: Mailbox) -> None:
-        self.aborted.append(mailbox.request_id)
-
-
-class Pool:
-    """Runs one script per call, and the last one for all calls that follow."""
-
-    def __init__(self, tokens: Tokens, scripts: list[Script]) -> None:
-        self._tokens = tokens
-        self._scripts = scripts
-        self.received: list[list[int]] = []
-        """The output tokens of each request that was submitted."""
-
-    def generate(self, request_id: str, frame: bytes) -> Any:
-        self.received.append(decode(frame, Submit).request.output_token_ids)
-        script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
-
-        async def call() -> Any:
-            return script(self._tokens.mailboxes[request_id])
-
-        return asyncio.ensure_future(call())
+Script = Callable[[Run], None]
 
 
 class Pools:
-    """Pools of scripts, by name, with a router before them."""
+    """Pools of one leader each, which run a script for each submission, the last one for all that
+    follow; a leader that is lost is rebuilt at once."""
 
     def __init__(self, **scripts: list[Script]) -> None:
-        self.tokens = Tokens()
-        self.pools = {name: Pool(self.tokens, each) for name, each in scripts.items()}
-        self.router = Router(self.pools, self.tokens)  # type: ignore[arg-type]
+        self.scripts = scripts
+        routings = dict.fromkeys(scripts, Routing.LEAST_REQUESTS)
+        self.connections = Connections(routings, on_submit=self._on_submit)
+        self.received: dict[str, list[Submit]] = {pool: [] for pool in scripts}
+        self.router = Router(self.connections.directory, next(iter(scripts)), StreamBatcher())
         self.record = SequenceRecord()
+        self._num_ends = 0
+        self._report()
 
-    @property
-    def received(self) -> list[list[int]]:
-        [pool] = self.pools.values()
-        return pool.received
+    def _report(self) -> None:
+        epoch, ends = self._num_ends, self._num_ends - 1
+        last_end = f"rank dp=0 tp=0 epoch={ends} ended: killed" if self._num_ends else ""
+        reports = [report_of(pool, epoch=epoch, last_end=last_end) for pool in self.scripts]
+        self.connections.see(*reports)
+
+    def _on_submit(self, to: ScriptedConnection, submit: Submit) -> None:
+        asyncio.get_running_loop().call_soon(self._run, to, submit)
+
+    def _run(self, to: ScriptedConnection, submit: Submit) -> None:
+        pool = to.leader.report.pool
+        self.received[pool].append(submit)
+        scripts = self.scripts[pool]
+        script = scripts.pop(0) if len(scripts) > 1 else scripts[0]
+        script(Run(to, submit))
+        if to.leader.is_lost:
+            self._num_ends += 1
+            self._report()
+
+    def output_ids(self, pool: str = "mixed") -> list[list[int]]:
+        """Return the output tokens with which each request was submitted."""
+        return [submit.request.output_token_ids for submit in self.received[pool]]
+
+    def aborted(self) -> list[str]:
+        frames = (frame for each in self.connections.all for frame in each.aborted())
+        return [request_id for frame in frames for request_id in frame]
 
     async def serve(self) -> list[EngineOutput]:
         """Run one request."""
         async with asyncio.timeout(60):
-            async with aclosing(self.router.generate(REQUEST, self.record)) as outputs:
+            async with aclosing(self.router.generate(request_of(), self.record)) as outputs:
                 return [found async for found in outputs]
 
 
@@ -131,102 +104,84 @@ async def tokens_of(pools: Pools) -> list[int]:
     return [token for each in found for token in each.token_ids]
 
 
-def refuse(mailbox: Mailbox) -> Any:
-    raise PoolUnavailable("wanted a ready rank group, found it failed")
+def crash(run: Run) -> None:
+    run.crash()
 
 
-def crash(mailbox: Mailbox) -> Any:
-    raise RuntimeError("traceback\nrank dp=0 tp=0 epoch=0 ended: killed")
+def lose(run: Run) -> None:
+    run.output([], "kv_lost", "handoff 7 ended")
 
 
-def lose(mailbox: Mailbox) -> Any:
-    mailbox.put(output([], "kv_lost", "handoff 7 ended"), "engine")
-    return "kv_lost"
-
-
-def cancel(mailbox: Mailbox) -> Any:
-    mailbox.put(output([5]), "engine")
-    raise asyncio.CancelledError
-
-
-def give_up(mailbox: Mailbox) -> str:
-    mailbox.put(output([5]), "engine")
-    mailbox.put(output([], "abort", position=1), "engine")
-    return "abort"
+def give_up(run: Run) -> None:
+    run.output([5])
+    run.output([], "abort", position=1)
 
 
 def crash_after(num_tokens: int, position: int = 0) -> Script:
-    def script(mailbox: Mailbox) -> Any:
+    def script(run: Run) -> None:
         for i in range(num_tokens):
-            mailbox.put(output([5], position=position + i), "engine")
-        return crash(mailbox)
+            run.output([5], position=position + i)
+        run.crash()
 
     return script
 
 
 def finish_at(position: int) -> Script:
-    def script(mailbox: Mailbox) -> str:
-        mailbox.put(output([7], "length", position=position), "engine")
-        return "length"
-
-    return script
+    return lambda run: run.output([7], "length", position=position)
 
 
 @pytest.mark.parametrize(
-    ("scripts", "tokens", "received"),
+    ("scripts", "tokens", "received", "aborted"),
     [
-        # A pool that is restarted makes a request wait, more often than losses are allowed.
-        ([*[refuse] * 5, finish_at(0)], [7], [[]] * 6),
         # Tokens before a loss count as output, and come once.
-        ([crash_after(2), finish_at(2)], [5, 5, 7], [[], [5, 5]]),
+        ([crash_after(2), finish_at(2)], [5, 5, 7], [[], [5, 5]], []),
         # An engine takes an ingress that it cannot reach for dead; the client is still there.
-        ([give_up, finish_at(1)], [5, 7], [[], [5]]),
-        # Somebody else cancelled the call.
-        ([cancel, finish_at(1)], [5, 7], [[], [5]]),
-        # A call returns without a last output.
-        ([lambda mailbox: "length", finish_at(0)], [7], [[], []]),
+        ([give_up, finish_at(1)], [5, 7], [[], [5]], ["r.0"]),
         # It dies again and again, of others, each time with new tokens.
         (
             [*(crash_after(3, 3 * i) for i in range(5)), finish_at(15)],
             [5] * 15 + [7],
             [[5] * 3 * i for i in range(6)],
+            [],
         ),
     ],
+    ids=["crash", "abort", "crashes of others"],
 )
 async def test_what_is_lost_is_computed_again_with_the_tokens_so_far(
-    scripts: list[Script],
-    tokens: list[int],
-    received: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    scripts: list[Script], tokens: list[int], received: list[list[int]], aborted: list[str]
 ) -> None:
-    monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
+    """Each attempt has a name of its own, and an engine that lives is told to drop a lost one."""
     pools = Pools(mixed=scripts)
     assert await tokens_of(pools) == tokens
-    assert pools.received == received
-    # Who had something of a lost attempt was told to let go.
-    assert pools.tokens.aborted == [f"r.{i}" for i in range(len(received) - 1)]
-    assert not pools.tokens.mailboxes
+    assert pools.output_ids() == received
+    assert pools.aborted() == aborted
+    names = [submit.request.request_id for submit in pools.received["mixed"]]
+    assert names == [f"r.{i}" for i in range(len(received))]
 
 
 async def test_an_output_that_is_lost_on_its_way_is_no_gap_in_the_answer() -> None:
-    def first_and_third(mailbox: Mailbox) -> Any:
-        mailbox.put(output([5]), "engine")
-        return finish_at(2)(mailbox)
+    def first_and_third(run: Run) -> None:
+        run.output([5])
+        finish_at(2)(run)
 
     pools = Pools(mixed=[first_and_third, finish_at(1)])
     assert await tokens_of(pools) == [5, 7]
-    assert pools.received == [[], [5]]
+    assert pools.output_ids() == [[], [5]]
+
+
+def hand_over(run: Run) -> None:
+    run.output([5], "handoff", queued_us=1_000)
+
+
+def hand_over_and_crash(run: Run) -> None:
+    hand_over(run)
+    run.crash()
 
 
 @pytest.mark.feature("R15")
 async def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() -> None:
-    def hand_over(mailbox: Mailbox) -> str:
-        mailbox.put(output([5], "handoff", queued_us=1_000), "engine")
-        return "handoff"
-
-    def go_on(mailbox: Mailbox) -> str:
-        mailbox.put(output([6], "length", position=1, queued_us=2_000), "engine")
-        return "length"
+    def go_on(run: Run) -> None:
+        run.output([6], "length", position=1, queued_us=2_000)
 
     pools = Pools(prefill=[crash, hand_over], decode=[go_on])
     assert await tokens_of(pools) == [5, 6]
@@ -237,11 +192,32 @@ async def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() ->
     assert (done.number, done.lost, done.lost_at) == (1, "", 0)
     assert done.submitted_at <= done.first_at <= done.handed_over_at <= done.resumed_at
     assert (record.queued_s, record.kv_wait_s, record.num_attempts) == (0.001, 0.002, 2)
+    assert lost.engines == ["prefill/r/0"]
+    assert done.engines == ["prefill/r/0", "decode/r/0"]
 
 
-def twice(mailbox: Mailbox) -> str:
-    mailbox.put(output([5]), "engine")
-    return finish_at(0)(mailbox)
+async def test_the_handoff_goes_to_a_decode_engine_and_both_are_told_of_a_client_that_leaves() -> (
+    None
+):
+    pools = Pools(prefill=[hand_over], decode=[lambda run: run.output([6], position=1)])
+    outputs = pools.router.generate(request_of())
+    assert [(await anext(outputs)).token_ids for _ in range(2)] == [[5], [6]]
+    [decoding] = pools.received["decode"]
+    assert (decoding.handoff, decoding.request.output_token_ids) == (HANDOFF, [5])
+    await outputs.aclose()
+    await asyncio.sleep(0)
+    assert [each.aborted() for each in pools.connections.all] == [[["r.0"]], [["r.0"]]]
+
+
+async def test_a_prefill_engine_that_ends_after_its_handoff_wastes_no_decode() -> None:
+    pools = Pools(prefill=[hand_over_and_crash], decode=[finish_at(1)])
+    assert await tokens_of(pools) == [5, 7]
+    assert (pools.output_ids("prefill"), pools.output_ids("decode")) == ([[]], [[5]])
+
+
+def twice(run: Run) -> None:
+    run.output([5])
+    finish_at(0)(run)
 
 
 @pytest.mark.parametrize(
@@ -252,43 +228,62 @@ def twice(mailbox: Mailbox) -> str:
         (
             crash,
             4,
-            "its ranks died 4 times, at last: mixed replica: rank dp=0 tp=0 epoch=0 ended: killed",
+            "its ranks died 4 times, at last: mixed/r/0 epoch=3: its connection ended; "
+            "rank dp=0 tp=0 epoch=3 ended: killed",
         ),
     ],
 )
 async def test_a_request_that_cannot_be_served_ends_with_the_reason(
     script: Script, num_attempts: int, error: str
 ) -> None:
+    """With the reason of the ranks' end as well, where the board has told of it."""
     pools = Pools(mixed=[script])
     last = (await pools.serve())[-1]
     assert (last.finish_reason, last.error) == ("error", error)
-    assert len(pools.received) == num_attempts
+    assert len(pools.received["mixed"]) == num_attempts
+
+
+async def test_a_request_that_no_leader_takes_in_time_raises_and_another_stage_lets_go() -> None:
+    connections = Connections(
+        dict.fromkeys(("prefill", "decode"), Routing.LEAST_REQUESTS),
+        0.05,
+        lambda to, submit: hand_over(Run(to, submit)),
+    )
+    router = Router(connections.directory, "prefill", StreamBatcher())
+    with pytest.raises(NoLeader, match="prefill pool"):
+        await anext(router.generate(request_of()))
+    connections.see(report_of("prefill"))
+    outputs = router.generate(request_of())
+    assert (await anext(outputs)).token_ids == [5]
+    with pytest.raises(NoLeader, match="decode pool"):
+        await anext(outputs)
+    await asyncio.sleep(0)
+    assert connections["prefill/r/0"].aborted() == [["r.0"]]
 
 
 class Group:
     """A pool of one rank group: whoever is in it when it dies has lost its ranks."""
 
-    def __init__(self, tokens: Tokens, killer: str) -> None:
-        self._tokens = tokens
+    def __init__(self, killer: str) -> None:
+        self.connections = Connections(on_submit=self._on_submit)
         self._killer = killer
-        self._death = asyncio.Event()
+        self._epoch = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self.connections.see(report_of())
 
-    def generate(self, request_id: str, frame: bytes) -> Any:
-        return asyncio.ensure_future(self._run(request_id, decode(frame, Submit).request))
+    def _on_submit(self, to: ScriptedConnection, submit: Submit) -> None:
+        self._tasks.append(asyncio.create_task(self._run(Run(to, submit), submit)))
 
-    async def _run(self, request_id: str, request: GenerateRequest) -> str:
-        mailbox, death = self._tokens.mailboxes[request_id], self._death
+    async def _run(self, run: Run, submit: Submit) -> None:
         await asyncio.sleep(0.02)
-        if request_id.startswith(self._killer):
-            self._death = asyncio.Event()
-            death.set()
+        if run.request_id.startswith(self._killer):
+            self._epoch += 1
+            self.connections.see(report_of(epoch=self._epoch))  # and the one before is lost
+        position = len(submit.request.output_token_ids)
         for i in range(2):
-            if death.is_set():
-                raise RuntimeError("rank ended")
-            position = len(request.output_token_ids) + i
-            mailbox.put(output([5], position=position), "engine")
+            run.output([5], position=position + i)
             await asyncio.sleep(0.05)
-        return str(finish_at(position + 1)(mailbox))
+        finish_at(position + 2)(run)
 
 
 class Shared:
@@ -314,16 +309,19 @@ async def test_requests_beside_one_that_kills_its_ranks_are_served(
     Whichever ingress they came to.
     """
     monkeypatch.setattr(quarantine_module, "ASK_PERIOD_S", 0.01)
-    tokens, lock = Tokens(), FairLock()
-    handles = {"mixed": Group(tokens, "killer")}
+    group, lock = Group("killer"), FairLock()
     routers = [
-        Router(handles, tokens, Quarantine(Shared(lock, str(i))))  # type: ignore[arg-type]
+        Router(
+            group.connections.directory,
+            "mixed",
+            StreamBatcher(),
+            Quarantine(Shared(lock, str(i))),
+        )
         for i in range(num_ingresses)
     ]
 
     async def run(number: int, name: str) -> str:
-        request = msgspec.structs.replace(REQUEST, request_id=name)
-        async with aclosing(routers[number % num_ingresses].generate(request)) as outputs:
+        async with aclosing(routers[number % num_ingresses].generate(request_of(name))) as outputs:
             return [found async for found in outputs][-1].finish_reason
 
     async with asyncio.timeout(60):
@@ -331,62 +329,32 @@ async def test_requests_beside_one_that_kills_its_ranks_are_served(
     assert ends == ["length", "error", "length", "length", "length"]
 
 
-async def test_an_output_that_waits_in_the_socket_is_no_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However long: a loop that has much to do must not have its requests computed again."""
-    monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
-
-    def finish_late(mailbox: Mailbox) -> str:
-        pools.tokens.waiting.append(lambda: finish_at(0)(mailbox))
-        return "length"
-
-    pools = Pools(mixed=[finish_late])
-    assert await tokens_of(pools) == [7]
-    assert pools.received == [[]]
-
-
-@pytest.mark.parametrize("end", [RuntimeError("replica died"), asyncio.CancelledError()])
-async def test_a_prefill_replica_that_ends_after_its_handoff_wastes_no_decode(
-    end: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_module, "LEAVING_GRACE_S", 0)
-
-    def hand_over_and_die(mailbox: Mailbox) -> Any:
-        mailbox.put(output([5], "handoff"), "prefill")
-        raise end
-
-    pools = Pools(prefill=[hand_over_and_die], decode=[finish_at(1)])
-    assert await tokens_of(pools) == [5, 7]
-    assert [pool.received for pool in pools.pools.values()] == [[[]], [[5]]]
-
-
-async def test_a_client_that_leaves_is_not_prefilled_again() -> None:
-    """Serve cancels its calls first, and a moment later who waits for them."""
-    pools = Pools(mixed=[cancel])
-    outputs = pools.router.generate(REQUEST)
-    assert (await anext(outputs)).token_ids == [5]
-    client = asyncio.ensure_future(anext(outputs))
-    await asyncio.sleep(router_module.LEAVING_GRACE_S / 4)
-    client.cancel()
-    await asyncio.wait([client])
-    await asyncio.sleep(2 * router_module.LEAVING_GRACE_S)
-    assert (pools.received, pools.tokens.aborted) == ([[]], ["r.0"])
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_request_is_said_to_be_sent_again_when_it_is(
-    leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    leaves: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(router_module, "LEAVING_GRACE_S", 0)
-    pools = Pools(mixed=[cancel, finish_at(1)])
-    outputs = pools.router.generate(REQUEST)
+    """A client that leaves during the pause behind a loss is not prefilled again."""
+    pools = Pools(mixed=[crash_after(1), finish_at(1)])
+    outputs = pools.router.generate(request_of(), pools.record)
     await anext(outputs)
     client = asyncio.ensure_future(anext(outputs))
-    while not pools.tokens.aborted:  # its call is lost, and the pause begins
+    while not pools.record.attempts[0].lost:
         await asyncio.sleep(0)
     if leaves:
         client.cancel()
     await asyncio.wait([client])
-    assert len(pools.received) == (1 if leaves else 2)
+    await asyncio.sleep(0.1)
+    assert len(pools.received["mixed"]) == (1 if leaves else 2)
     assert ("sent again" in caplog.text) != leaves
+
+
+async def test_a_client_that_leaves_is_aborted_and_not_prefilled_again() -> None:
+    pools = Pools(mixed=[lambda run: run.output([5])])
+    outputs = pools.router.generate(request_of())
+    assert (await anext(outputs)).token_ids == [5]
+    client = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0)
+    client.cancel()
+    await asyncio.wait([client])
+    await asyncio.sleep(0.1)
+    assert (pools.output_ids(), pools.aborted()) == ([[]], ["r.0"])

@@ -1,0 +1,8 @@
+"""Tests here import `scripted.py` beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))

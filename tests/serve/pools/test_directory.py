@@ -1,0 +1,269 @@
+"""The directory: which leaders may be chosen, what is lost with one, and what reaches a mailbox."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted import Connections, output_of, report_of, request_of
+
+from cluster.wire.messages import MAX_ABORTS, Hello
+from serve.event_loop import StreamBatcher
+from serve.pools.chooser import Routing
+from serve.pools.directory import NoLeader
+from serve.pools.mailbox import Mailbox
+
+
+def mailbox_of(request_id: str = "r") -> Mailbox:
+    return Mailbox(request_id, StreamBatcher())
+
+
+async def submit(connections: Connections, request_id: str, pool: str = "mixed") -> Mailbox:
+    """Submit a request to the leader that is chosen; return where its outputs go."""
+    leader = await connections.directory.choose(pool)
+    mailbox = mailbox_of(request_id)
+    leader.submit(request_of(request_id), None, mailbox)
+    return mailbox
+
+
+async def chosen(connections: Connections, number: int) -> list[str]:
+    leaders = [await connections.directory.choose("mixed") for _ in range(number)]
+    return [leader.report.engine_id for leader in leaders]
+
+
+# --- who is chosen ---
+
+
+@pytest.mark.feature("P08")
+async def test_one_choice_is_made_among_all_leaders_of_all_replicas() -> None:
+    connections = Connections()
+    connections.see(
+        *(report_of("mixed", replica, dp_rank) for replica in "ab" for dp_rank in range(2)),
+        report_of("decode", "c"),  # of a pool that this application has not
+    )
+    for i in range(8):
+        await submit(connections, str(i))
+    taken = {engine_id: each.submitted() for engine_id, each in connections.newest.items()}
+    assert sorted(taken) == ["mixed/a/0", "mixed/a/1", "mixed/b/0", "mixed/b/1"]
+    assert all(len(each) == 2 for each in taken.values()), taken
+
+
+@pytest.mark.feature("P08")
+async def test_what_other_ingresses_have_submitted_counts_as_the_board_said_last() -> None:
+    connections = Connections()
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    connections.see(report_of(replica="a", load=(2, 1)), report_of(replica="b", load=(1, 0)))
+    for i in range(4):
+        await submit(connections, str(i))
+    # 3 and 1 of others: two that even it out, and one each.
+    assert [len(connections[f"mixed/{each}/0"].submitted()) for each in "ab"] == [1, 3]
+    # The board counts this ingress's own as well, which are not counted twice.
+    connections.see(report_of(replica="a", load=(4, 0)), report_of(replica="b", load=(3, 1)))
+    leaders = [each.leader.num_requests for each in connections.newest.values()]
+    assert leaders == [4, 4]
+
+
+async def test_a_leader_is_chosen_once_it_is_reported_ready_and_has_answered() -> None:
+    connections = Connections(max_wait_s=0.01)
+    connections.silent = {"mixed/silent/0"}
+    connections.see(
+        report_of(replica="loading", state="loading"),
+        report_of(replica="silent"),
+        report_of(replica="draining", state="draining"),
+        report_of(replica="other", config_hash="theirs"),  # while deployments are replaced
+    )
+    assert list(connections.newest) == ["mixed/silent/0"]
+    with pytest.raises(NoLeader, match=r"^mixed pool: wanted an engine that takes requests within"):
+        await connections.directory.choose("mixed")
+    connections["mixed/silent/0"].leader.on_welcome()
+    assert await chosen(connections, 2) == ["mixed/silent/0"] * 2
+
+
+@pytest.mark.parametrize("state", ["draining", "stuck"])
+async def test_a_leader_whose_state_changes_keeps_what_it_runs_and_gets_no_more(state: str) -> None:
+    connections = Connections()
+    connections.see(report_of(replica="a"))
+    mailbox = await submit(connections, "r")
+    connections.see(report_of(replica="a", state=state), report_of(replica="b"))
+    assert await chosen(connections, 2) == ["mixed/b/0"] * 2
+    connections["mixed/a/0"].leader.deliver(output_of(0, [7], "length"))
+    assert (await mailbox.get()).finish_reason == "length"
+    connections.see(report_of(replica="a"))
+    assert set(await chosen(connections, 2)) == {"mixed/a/0", "mixed/b/0"}
+    assert len(connections.all) == 2
+
+
+async def test_requests_that_wait_go_in_the_order_in_which_they_came() -> None:
+    connections, went = Connections(), list[int]()
+
+    async def ask(number: int) -> None:
+        await submit(connections, str(number))
+        went.append(number)
+
+    asked = []
+    for number in range(20):
+        asked.append(asyncio.create_task(ask(number)))
+        await asyncio.sleep(0)
+    asked[3].cancel()  # its client has left
+    connections.see()  # a board that knows nobody
+    await asyncio.sleep(0)
+    assert not went
+    connections.see(report_of())
+    await asyncio.wait(asked)
+    wanted = [number for number in range(20) if number != 3]
+    assert went == wanted
+    assert connections["mixed/r/0"].submitted() == [str(number) for number in wanted]
+
+
+async def test_who_has_waited_for_a_leader_long_enough_is_told_how_they_are() -> None:
+    connections = Connections(
+        {"mixed": Routing.ROUND_ROBIN, "decode": Routing.ROUND_ROBIN}, max_wait_s=0.05
+    )
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(
+        NoLeader, match=r"mixed pool: .* within 0\.05 s, found none, /ready tells why"
+    ):
+        await connections.directory.choose("mixed")
+    assert loop.time() - began >= 0.05
+    connections.see(report_of(epoch=3), report_of(replica="b"), report_of("decode"))
+    connections.see(report_of(epoch=3, state="stuck"), report_of(replica="b"))
+    connections["mixed/b/0"].leader.on_end("its connection ended")
+    wanted = r"found mixed/r/0 epoch=3 stuck, mixed/b/0 epoch=0 lost$"
+    with pytest.raises(NoLeader, match=wanted):
+        await connections.directory.choose("mixed")
+    assert (await connections.directory.choose("decode")).report.engine_id == "decode/r/0"
+
+
+# --- epochs, and leaders that are lost ---
+
+
+@pytest.mark.feature("P14")
+async def test_a_leader_that_was_rebuilt_is_connected_to_anew_and_its_requests_are_lost() -> None:
+    connections = Connections()
+    connections.see(report_of(epoch=1))
+    mailbox = await submit(connections, "r")
+    old = connections["mixed/r/0"]
+    connections.see(report_of(epoch=2, inbox="tcp://127.0.0.1:10", last_end="rank dp=0 ended"))
+    new = connections["mixed/r/0"]
+    assert old.is_closed and new is not old and new.sent == [Hello("mixed/r/0", 2)]
+    lost = await mailbox.get()
+    assert (lost.finish_reason, lost.error) == ("died", "mixed/r/0 epoch=1: it was rebuilt")
+    assert connections.directory.last_end("mixed/r/0") == "rank dp=0 ended"
+    assert connections.directory.last_end("mixed/other/0") == ""
+    # What was reported before comes late, and says nothing.
+    connections.see(report_of(epoch=1, state="stuck", last_end=""))
+    assert connections["mixed/r/0"] is new
+    assert (await connections.directory.choose("mixed")).report.epoch == 2
+
+
+async def test_all_that_a_leader_ran_is_lost_with_its_connection_and_once() -> None:
+    connections = Connections()
+    connections.see(report_of())
+    mailboxes = {name: await submit(connections, name) for name in ("done", "left", "a", "b")}
+    leader = connections["mixed/r/0"].leader
+    leader.deliver(output_of(0, [7], "stop", "done"))
+    leader.abort("left")
+    for _ in range(2):
+        leader.on_end("its connection ended")
+    leader.abort("a")
+    await asyncio.sleep(0)
+    assert (await mailboxes["done"].get()).finish_reason == "stop"
+    for name in "ab":
+        lost = await mailboxes[name].get()
+        assert (lost.request_id, lost.finish_reason) == (name, "died")
+        assert lost.error == "mixed/r/0 epoch=0: its connection ended"
+    for mailbox in mailboxes.values():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(mailbox.get(), 0.01)
+    assert connections["mixed/r/0"].is_closed and not connections["mixed/r/0"].aborted()
+
+
+@pytest.mark.feature("P14")
+async def test_a_lost_leader_is_chosen_once_it_is_reported_and_has_answered_again() -> None:
+    connections = Connections(max_wait_s=0.01)
+    connections.see(report_of())
+    connections["mixed/r/0"].leader.on_end("its connection ended")
+    with pytest.raises(NoLeader):
+        await connections.directory.choose("mixed")
+    connections.silent = {"mixed/r/0"}
+    connections.see(report_of())  # the board may not have heard of it yet
+    assert len(connections.all) == 2
+    with pytest.raises(NoLeader):
+        await connections.directory.choose("mixed")
+    connections.see(report_of())
+    assert len(connections.all) == 2, "it is being connected to"
+    connections["mixed/r/0"].leader.on_welcome()
+    assert await chosen(connections, 1) == ["mixed/r/0"]
+
+
+async def test_a_board_that_was_made_anew_and_knows_nobody_costs_nothing() -> None:
+    connections = Connections({"mixed": Routing.ROUND_ROBIN})
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    mailbox = await submit(connections, "r")
+    connections.see()
+    assert set(await chosen(connections, 2)) == {"mixed/a/0", "mixed/b/0"}
+    connections["mixed/a/0"].leader.deliver(output_of(0, [7]))
+    assert (await mailbox.get()).token_ids == [7]
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    assert len(connections.all) == 2
+    # A replica that was replaced has another name, and is forgotten once it is lost.
+    connections["mixed/b/0"].leader.on_end("its connection ended")
+    connections.see(report_of(replica="a"))
+    assert set(connections.directory._leaders) == {"mixed/a/0"}
+
+
+# --- what goes to a leader, and what comes back ---
+
+
+async def test_aborts_that_come_together_leave_in_frames_that_an_engine_takes() -> None:
+    connections = Connections()
+    connections.see(report_of())
+    leader = connections["mixed/r/0"].leader
+    names = [f"r{i}" for i in range(2 * MAX_ABORTS + 452)]
+    for name in names:
+        leader.abort(name)
+    assert not connections["mixed/r/0"].aborted()
+    await asyncio.sleep(0)
+    frames = connections["mixed/r/0"].aborted()
+    assert [len(frame) for frame in frames] == [MAX_ABORTS, MAX_ABORTS, 452]
+    assert [name for frame in frames for name in frame] == names
+    leader.abort("late")
+    leader.on_end("its connection ended")  # before it could be told
+    await asyncio.sleep(0)
+    assert connections["mixed/r/0"].aborted() == frames
+
+
+async def test_outputs_for_a_mailbox_that_was_let_go_are_dropped() -> None:
+    connections = Connections()
+    connections.see(report_of())
+    mailbox, other = await submit(connections, "r"), await submit(connections, "other")
+    leader = connections["mixed/r/0"].leader
+    leader.abort("r")
+    leader.deliver(output_of(0, [5]))
+    leader.deliver(output_of(1, [], "abort"))
+    leader.deliver(output_of(0, [6], "", "nobody's"))
+    leader.deliver(output_of(0, [7], "", "other"))
+    assert (await other.get()).token_ids == [7]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(mailbox.get(), 0.01)
+    assert leader.num_requests == 1
+
+
+async def test_tokens_of_what_runs_are_counted_as_they_came() -> None:
+    connections = Connections({"mixed": Routing.LEAST_TOKENS})
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    leader = await connections.directory.choose("mixed")
+    leader.submit(request_of("long", [1] * 100), None, mailbox_of())
+    assert await chosen(connections, 3) == ["mixed/b/0"] * 3
+    leader.deliver(output_of(0, [5], "stop", "long"))
+    assert set(await chosen(connections, 2)) == {"mixed/a/0", "mixed/b/0"}
+
+
+async def test_a_directory_that_is_closed_ends_its_connections() -> None:
+    connections = Connections()
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    mailbox = await submit(connections, "r")
+    connections.directory.close()
+    assert all(each.is_closed for each in connections.all)
+    assert (await mailbox.get()).error == "mixed/a/0 epoch=0: it is not needed any more"
