@@ -40,13 +40,13 @@ from cluster.wire.messages import (
     Abort,
     EngineOutput,
     GenerateRequest,
+    Hello,
     KVHandoff,
     KVSource,
     LogitRules,
     RankProcess,
     Sampling,
     Submit,
-    Watch,
     encode,
 )
 from cluster.wire.sockets import connecting_socket, node_id, pack
@@ -82,7 +82,7 @@ class Served(RunningLeader):
 
     def request(self, request_id: str, **fields: Any) -> GenerateRequest:
         sampling = {"seed": 7, "max_tokens": NUM_TOKENS, **fields}
-        return request_of(request_id, PROMPT, self.ingress.reply_to, **sampling)
+        return request_of(request_id, PROMPT, **sampling)
 
     def check(self) -> None:
         """A good request gets the right tokens."""
@@ -97,7 +97,7 @@ class Served(RunningLeader):
         check_scheduler(scheduler)
         assert scheduler.stats().num_free_blocks == scheduler.stats().num_blocks
         sender = self.leader._output_sender
-        assert not sender._reply_to and not sender._num_requests
+        assert not sender._peers and not sender._owed
 
 
 @pytest.fixture(scope="module", params=[Role.MIXED, Role.DECODE], ids=lambda role: role.value)
@@ -128,7 +128,7 @@ def good_frames(served: Served) -> list[Any]:
     """
     rules = LogitRules(0.5, 0.5, 1.1, (3, 4), (1.0, -2.0), b"\xff" * 32, 2)
     sampling = Sampling(0.8, 40, 0.9, 0.05, 7, NUM_TOKENS, (9, 300), 2, 3, rules, None)
-    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.ingress.reply_to, b"")
+    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, b"")
     process, spec = RankProcess(0, "nonce"), served.leader.runner.kv_spec
     memory = served.memory
     source = KVSource(0, node_id(), memory.pid, memory.fd, "tcp://127.0.0.1:9", process)
@@ -137,7 +137,7 @@ def good_frames(served: Served) -> list[Any]:
         Submit(asked, None),
         Submit(asked, handoff),
         Abort([NAME, "good"]),
-        Watch("tcp://127.0.0.1:9"),
+        Hello(served.leader.context.engine_id, 0),
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_second_request_of_one_id_does_not_end_the_first(served: Served) -> No
 def test_a_leader_steps_on_whatever_is_sent(served: Served, context: Context) -> None:
     """Two-byte frames of a process with the secret, and aborts of requests that nobody knows."""
     is_over = threading.Event()
-    flood = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000)
+    flood = connecting_socket(context, zmq.DEALER, HANDSHAKE, max_waiting=1000)
     flood.connect(served.leader.inbox)
     frames = [[b"x", b"y"], pack(encode(Abort(["nobody"])), CREDENTIALS), [b"\xc1"]]
 

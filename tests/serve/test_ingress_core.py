@@ -6,28 +6,47 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from cluster.actors.reports import BoardSilent, IngressReport
+from cluster.actors.reports import BoardSilent, IngressReport, LeaderReport
 from cluster.observe.metrics import MetricsSnapshot
 from serve.config import deploy_config
 from serve.event_loop import StreamBatcher
 from serve.ingress_core import IngressCore
 from serve.openai.errors import ApiError
-from serve.pools.mailboxes import TokenMailboxes
+from serve.pools.chooser import Routing
+from serve.pools.directory import Connection, Directory, Leader
 from serve.pools.router import Router
+
+CONFIG = deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2})
+INBOX, OTHER = "tcp://10.0.0.1:1", "tcp://10.0.0.1:2"
+
+
+class Unused:
+    """A connection over which nothing comes; notes whether it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def send(self, body: bytes) -> None:
+        assert self.is_open
+
+    def close(self) -> None:
+        self.is_open = False
 
 
 class Board:
-    """Says that a mixed pool serves, and that another ingress has two sequences."""
+    """Says that a mixed pool of one leader serves, and that another ingress has two sequences."""
 
     is_new = False
 
     def __init__(self) -> None:
         self.is_silent = False
         self.reports: list[IngressReport] = []
+        self.leaders = [LeaderReport("mixed", "r", 0, 0, "ready", INBOX, CONFIG.config_hash, "")]
 
     async def poll(self, report: IngressReport) -> dict[str, Any]:
         if self.is_silent:
@@ -43,6 +62,7 @@ class Board:
             ],
             "loading": [],
             "figures": {"at": 1.0} if report.is_watched else None,
+            "leaders": self.leaders,
         }
 
     async def metrics(self, ingress_id: str, counts: Any) -> MetricsSnapshot:
@@ -57,44 +77,61 @@ class Board:
         return {"pools": {}}
 
 
+@dataclass
+class Started:
+    """An ingress that has started, its board, and its connections by the address they lead to."""
+
+    core: IngressCore
+    board: Board
+    connections: dict[str, Unused]
+
+
 @asynccontextmanager
-async def started() -> AsyncIterator[tuple[IngressCore, Board, asyncio.Event]]:
-    """An ingress that has started, its board, and an event with which its receiving ends."""
-    board, is_broken = Board(), asyncio.Event()
-    tick = StreamBatcher()
-    tokens = TokenMailboxes("tcp://10.0.0.1:1", None, tick)  # type: ignore[arg-type]
+async def started() -> AsyncIterator[Started]:
+    board, tick, connections = Board(), StreamBatcher(), dict[str, Unused]()
+
+    def connect(inbox: str, leader: Leader) -> Connection:
+        connections[inbox] = Unused()
+        asyncio.get_running_loop().call_soon(leader.on_welcome)
+        return connections[inbox]
+
+    directory = Directory(
+        {"mixed": Routing.LEAST_REQUESTS},
+        connect,
+        config_hash=CONFIG.config_hash,
+        max_wait_s=60.0,
+    )
     core = IngressCore(
-        deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2}),
+        CONFIG,
         board,
-        Router({}, tokens),
+        directory,
+        Router(directory, "mixed", tick),
         tick,
         ingress_id="mine",
         node="10.0.0.1",
         secret=b"s" * 32,
     )
-
-    async def receive() -> None:
-        await is_broken.wait()
-        raise ConnectionError("the socket is gone")
-
     try:
-        await core.start(asyncio.create_task(receive()), is_first=False)
+        await core.start(is_first=False)
         try:
-            yield core, board, is_broken
+            yield Started(core, board, connections)
         finally:
             await core.close()
+            assert not any(each.is_open for each in connections.values())
     finally:
         gc.unfreeze()
 
 
 async def test_an_ingress_beside_others_is_there_when_it_can_answer() -> None:
-    async with started() as (core, board, _):
+    async with started() as made:
+        core, board = made.core, made.board
         assert core.is_ready() and (await core.status())[0] == 200
         assert board.reports[0].loading and not board.reports[-1].loading
 
 
 async def test_figures_come_while_somebody_looks_and_count_what_all_have() -> None:
-    async with started() as (core, _, _):
+    async with started() as made:
+        core = made.core
         first = await core.figures()
         assert (first["figures"], first["num_live"], first["max_live"]) == (None, 2, 320)
         async with asyncio.timeout(60):
@@ -103,14 +140,16 @@ async def test_figures_come_while_somebody_looks_and_count_what_all_have() -> No
 
 
 async def test_an_ingress_that_drains_takes_nothing_and_counts_what_others_answer() -> None:
-    async with started() as (core, _, _):
+    async with started() as made:
+        core = made.core
         assert await core.drain() == 2
         assert not core.is_ready()
         assert (await core.status())[1]["status"] == "draining"
 
 
 async def test_a_board_that_is_silent_costs_figures_and_no_requests() -> None:
-    async with started() as (core, board, _):
+    async with started() as made:
+        core, board = made.core, made.board
         board.is_silent = True
         with pytest.raises(ApiError, match="wanted its figures, found RayActorError"):
             await core.metrics({})
@@ -119,11 +158,28 @@ async def test_a_board_that_is_silent_costs_figures_and_no_requests() -> None:
         core.check_health()
 
 
-async def test_an_ingress_that_receives_no_more_tokens_is_not_well() -> None:
-    async with started() as (core, _, is_broken):
-        assert not core.failure()
-        is_broken.set()
-        await asyncio.sleep(0.01)
-        assert core.failure().startswith("ingress: a background task ended")
+async def test_leaders_that_the_board_reports_are_connected_to_and_stay_if_it_is_silent() -> None:
+    async with started() as made:
+        assert [*made.connections] == [INBOX]
+        made.board.is_silent = True
+        await asyncio.sleep(0.3)
+        assert made.connections[INBOX].is_open
+        made.board.leaders = [replace(made.board.leaders[0], epoch=1, inbox=OTHER)]
+        made.board.is_silent = False
+        async with asyncio.timeout(60):
+            while OTHER not in made.connections:
+                await asyncio.sleep(0.01)
+        assert not made.connections[INBOX].is_open
+
+
+async def test_an_ingress_that_sees_no_board_any_more_is_not_well() -> None:
+    """Its leaders would be those of once."""
+    async with started() as made:
+        assert not made.core.failure()
+        made.board.leaders = [None]  # type: ignore[list-item]
+        async with asyncio.timeout(60):
+            while not made.core.failure():
+                await asyncio.sleep(0.01)
+        assert made.core.failure().startswith("ingress: a background task ended")
         with pytest.raises(RuntimeError, match="a background task ended"):
-            core.check_health()
+            made.core.check_health()

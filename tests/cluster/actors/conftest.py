@@ -16,7 +16,7 @@ from wire_structs import submit_of
 from cluster.config import DEFAULT_NUM_CPUS, PLACEMENT_TIMEOUT_S, EngineConfig, rank_bundles
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import EngineOutput, OutputFrame, decode, encode
-from cluster.wire.sockets import connecting_socket, end_context, join, listening_socket, pack
+from cluster.wire.sockets import connecting_socket, end_context, join, pack
 
 Function = Callable[..., Any]
 
@@ -80,24 +80,25 @@ async def _generate(
     """
     context = zmq.asyncio.Context()
     tokens: list[list[int]] = [[] for _ in prompts]
-    replies = listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000)
     leaders = {
-        inbox: connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000)
+        inbox: connecting_socket(context, zmq.DEALER, HANDSHAKE, max_waiting=1000)
         for inbox in set(inboxes)
     }
+    poller = zmq.asyncio.Poller()
     try:
-        reply_to = f"tcp://127.0.0.1:{replies.bind_to_random_port('tcp://127.0.0.1')}"
         for inbox, leader in leaders.items():
             leader.connect(inbox)
+            poller.register(leader, zmq.POLLIN)
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
-            frame = encode(submit_of(str(i), prompt, reply_to, max_tokens=num_tokens))
+            frame = encode(submit_of(str(i), prompt, max_tokens=num_tokens))
             await leaders[inbox].send_multipart(pack(frame, CREDENTIALS))
             await asyncio.sleep(pause_s)
         num_left, num_cached = len(prompts), 0
         async with asyncio.timeout(600):
             while num_left:
-                _, *parts = await replies.recv_multipart()
-                for data in decode(join(parts, 1 << 20), OutputFrame).outputs:
+                [(leader, _), *_] = await poller.poll()
+                frame = join(await leader.recv_multipart(), 1 << 20)
+                for data in decode(frame, OutputFrame).outputs:
                     output = decode(data, EngineOutput)
                     assert not output.error, output
                     tokens[int(output.request_id)] += output.token_ids
@@ -105,7 +106,7 @@ async def _generate(
                         num_left -= 1
                         num_cached += output.num_cached_tokens
     finally:
-        for socket in (replies, *leaders.values()):
-            socket.close(linger=0)
+        for leader in leaders.values():
+            leader.close(linger=0)
         end_context(context, "test")
     return tokens, num_cached

@@ -31,7 +31,7 @@ from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
 from cluster.rank.leader import Inbox
 from cluster.wire.group_messages import LeaderHello, PeerHello
-from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, Watch, encode
+from cluster.wire.messages import PROTOCOL_VERSION, Abort, KVRenew, encode
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
     CurveHandshake,
@@ -83,11 +83,11 @@ def inbox(context: Context) -> Iterator[Listener]:
     made = Inbox(RANK, context, vocab_size=256)
 
     def serve() -> None:
-        with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
+        with connecting_socket(context, zmq.DEALER, OURS, max_waiting=9) as sender:
             sender.connect(made.address)
-            sender.send_multipart(pack(encode(Watch("tcp://10.0.0.1:9")), CREDENTIALS))
+            sender.send_multipart(pack(encode(Abort(["r"])), CREDENTIALS))
             assert made.socket.poll(60_000)
-            assert list(made.take()) == [Watch("tcp://10.0.0.1:9")]
+            assert [message for _, message in made.take()] == [Abort(["r"])]
 
     yield Listener(port_of(made.address), serve)
     assert not made.socket.poll(0), "something of a stranger's arrived"
@@ -226,17 +226,17 @@ def test_the_key_never_travels(context: Context, relay_to: Callable[[int], Any])
     public_key = zmq.curve_public(secret_key)
     keys = [secret_key, public_key, CREDENTIALS.secret, z85.decode(public_key)]
     made = Inbox(RANK, context, vocab_size=256)
-    watch = Watch("tcp://10.0.0.2:9")
+    abort = Abort(["what is said"])
     relay = relay_to(port_of(made.address))
-    with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
+    with connecting_socket(context, zmq.DEALER, OURS, max_waiting=9) as sender:
         sender.connect(f"tcp://{HOST}:{relay.port}")
-        sender.send_multipart(pack(encode(watch), CREDENTIALS))
+        sender.send_multipart(pack(encode(abort), CREDENTIALS))
         assert made.socket.poll(60_000)
-        assert list(made.take()) == [watch]
+        assert [message for _, message in made.take()] == [abort]
     heard = bytes(relay.heard)
     assert b"\x08INITIATE" in heard, "the whole handshake"
     assert not any(key in heard for key in keys)
-    assert b"10.0.0.2" not in heard, "nor does what is said"
+    assert b"what is said" not in heard, "nor does that"
     # Replayed, it is of no use: each connection has keys of its own.
     with dial(port_of(made.address), heard):
         assert not made.socket.poll(300)

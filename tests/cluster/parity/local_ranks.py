@@ -1,6 +1,6 @@
 """Ranks of this process: their configuration, groups, engines stepped by hand, leaders on threads.
 
-And an ingress's two sockets, to talk to leaders wherever they run.
+And an ingress's connections, to talk to leaders wherever they run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from cluster.wire.sockets import (
     connecting_socket,
     end_context,
     join,
-    listening_socket,
     pack,
 )
 from compile.config import CompilationConfig
@@ -162,25 +161,25 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
 
 
 class Ingress:
-    """What an ingress opens: sockets to the inboxes of leaders, and one for their outputs."""
+    """What an ingress opens: connections to the inboxes of leaders, over which outputs come."""
 
     def __init__(self) -> None:
         self._context: Context = zmq.Context()
-        self.replies = listening_socket(self._context, zmq.PULL, HANDSHAKE, max_waiting=100_000)
-        self.reply_to = f"tcp://{HOST}:{self.replies.bind_to_random_port(f'tcp://{HOST}')}"
+        self._sockets: list[zmq.Socket[bytes]] = []
 
     def inbox(self, address: str) -> Callable[[bytes], None]:
         """Return what sends a frame into a leader's inbox."""
-        socket = connecting_socket(self._context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
+        socket = connecting_socket(self._context, zmq.DEALER, HANDSHAKE, max_waiting=100_000)
         socket.connect(address)
+        self._sockets.append(socket)
         return lambda body: socket.send_multipart(pack(body, CREDENTIALS))
 
     def receive(self, timeout_s: float) -> list[EngineOutput]:
         """Return the outputs of the next frame; none if none comes in time."""
-        if not self.replies.poll(int(timeout_s * 1000)):
+        ready, _, _ = zmq.select(self._sockets, [], [], timeout_s)
+        if not ready:
             return []
-        _, *parts = self.replies.recv_multipart()
-        frame: OutputFrame = decode(join(parts, 1 << 20), OutputFrame)
+        frame: OutputFrame = decode(join(ready[0].recv_multipart(), 1 << 20), OutputFrame)
         return [decode(data, EngineOutput) for data in frame.outputs]
 
     def close(self) -> None:
@@ -191,7 +190,7 @@ class RunningLeader:
     """A leader on a thread of this process, and an ingress of its own."""
 
     def __init__(self, config: EngineConfig) -> None:
-        engine_id = config.role.value
+        engine_id = f"{config.role.value}/r/0"
         self.leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id=engine_id))
         self.errors: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -29,19 +29,14 @@ def sampling_of(**fields: Any) -> Sampling:
 
 
 def request_of(
-    request_id: str,
-    prompt: list[int],
-    reply_to: str = "",
-    *,
-    output: list[int] | None = None,
-    **sampling: Any,
+    request_id: str, prompt: list[int], *, output: list[int] | None = None, **sampling: Any
 ) -> GenerateRequest:
     sampled = sampling_of(**sampling)
-    return GenerateRequest(request_id, prompt, output or [], sampled, reply_to, b"")
+    return GenerateRequest(request_id, prompt, output or [], sampled, b"")
 
 
-def submit_of(request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any) -> Submit:
-    return Submit(request_of(request_id, prompt, reply_to, **sampling), None)
+def submit_of(request_id: str, prompt: list[int], **sampling: Any) -> Submit:
+    return Submit(request_of(request_id, prompt, **sampling), None)
 
 
 def rules_of(**fields: Any) -> LogitRules:

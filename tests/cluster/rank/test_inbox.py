@@ -13,21 +13,23 @@ from local_ranks import CREDENTIALS, HANDSHAKE, Context
 from wire_structs import submit_of
 
 from cluster.config import EngineConfig
-from cluster.group.context import RankContext
+from cluster.group.context import RankContext, RankPlace
 from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import Abort, Watch, encode
+from cluster.wire.messages import Abort, Hello, OutputFrame, decode, encode
 from cluster.wire.sockets import MAX_PART_BYTES, Budget, connecting_socket, join, pack, split
 
+ENGINE_ID = "mixed/r/0"
 Ends = tuple[Inbox, zmq.Socket[bytes]]
 
 
 @pytest.fixture
 def ends(context: Context) -> Iterator[Ends]:
-    rank = RankContext(EngineConfig("", max_model_len=131_072), credentials=CREDENTIALS)
+    config = EngineConfig("", max_model_len=131_072)
+    rank = RankContext(config, RankPlace(epoch=2), credentials=CREDENTIALS, engine_id=ENGINE_ID)
     inbox = Inbox(rank, context, vocab_size=256)
-    sender = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
+    sender = connecting_socket(context, zmq.DEALER, HANDSHAKE, max_waiting=100_000)
     sender.connect(inbox.address)
     yield inbox, sender
     inbox.close()
@@ -39,7 +41,7 @@ def take_all(inbox: Inbox, num: int) -> list[list[Any]]:
     deadline = time.monotonic() + 60
     while sum(map(len, batches)) < num and time.monotonic() < deadline:
         if inbox.socket.poll(100):
-            batches.append(list(inbox.take()))
+            batches.append([message for _, message in inbox.take()])
     return batches
 
 
@@ -80,7 +82,7 @@ def test_a_budget_allows_the_first_whatever_has_passed() -> None:
 
 def test_the_longest_submission_arrives_whole(ends: Ends) -> None:
     inbox, sender = ends
-    submit = submit_of("r", [100_000] * 131_071, "tcp://10.0.0.1:9")
+    submit = submit_of("r", [100_000] * 131_071)
     body = encode(submit)
     assert 9 * MAX_PART_BYTES < len(body) < max_submit_bytes(131_072, 256)
     sender.send_multipart(pack(body, CREDENTIALS))
@@ -99,26 +101,57 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, sender = ends
-    bad = submit_of("r", [-5], "tcp://10.0.0.1:9")
+    bad, abort = submit_of("r", [-5]), encode(Abort(["other"]))
     other = Credentials("other", CREDENTIALS.secret)
-    watch = encode(Watch("tcp://10.0.0.1:9"))
     with caplog.at_level(logging.ERROR):
         for message in (
             [b"xy"],
             [b"x", b"y"],
             [CREDENTIALS.header],
-            [CREDENTIALS.header, watch, watch],
-            pack(watch, other),
+            [CREDENTIALS.header, abort, abort],
+            pack(abort, other),
             pack(b"\x91" * 60_000, CREDENTIALS),
             [CREDENTIALS.header, *[b"z" * MAX_PART_BYTES] * 70],
             pack(encode(bad), CREDENTIALS),
-            pack(watch, CREDENTIALS),
+            pack(abort, CREDENTIALS),
         ):
             sender.send_multipart(message)
         [refused, found] = [m for batch in take_all(inbox, 2) for m in batch]
-    assert found == Watch("tcp://10.0.0.1:9")
-    assert isinstance(refused, BadSubmit)
-    assert (refused.request_id, refused.reply_to) == ("r", "tcp://10.0.0.1:9")
+    assert found == Abort(["other"])
+    assert isinstance(refused, BadSubmit) and refused.request_id == "r"
     assert "Expected `int` >= 0 - at `$[1][1][0]`" in refused.error
     assert "config_hash: wanted test, found other" in caplog.text
     assert f"frame: wanted at most {max_submit_bytes(131_072, 256)} bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hello", "is_answered"),
+    [
+        (Hello(ENGINE_ID, 2), True),
+        (Hello(ENGINE_ID, 1), False),
+        (Hello("mixed/other/0", 2), False),
+    ],
+)
+def test_a_leader_answers_who_means_it_and_nobody_else(
+    ends: Ends, hello: Hello, is_answered: bool
+) -> None:
+    """Over the connection over which it was asked."""
+    inbox, sender = ends
+    sender.send_multipart(pack(encode(hello), CREDENTIALS))
+    assert inbox.socket.poll(60_000)
+    assert not list(inbox.take())
+    assert bool(sender.poll(3000 if is_answered else 200)) == is_answered
+    if is_answered:
+        assert decode(sender.recv(), OutputFrame) == OutputFrame([])
+
+
+def test_messages_come_with_the_ingress_that_sent_them(ends: Ends, context: Context) -> None:
+    inbox, sender = ends
+    with connecting_socket(context, zmq.DEALER, HANDSHAKE, max_waiting=9) as other:
+        other.connect(inbox.address)
+        peers = []
+        for end in (sender, other, sender):
+            end.send_multipart(pack(encode(Abort(["r"])), CREDENTIALS))
+            assert inbox.socket.poll(60_000)
+            peers += [peer for peer, _ in inbox.take()]
+    assert peers[0] == peers[2] != peers[1]

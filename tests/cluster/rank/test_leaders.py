@@ -156,9 +156,7 @@ class Pair:
     noticed_at: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def submit(self, rank: int, request_id: str, num_tokens: int) -> None:
-        reply_to = self.ingress.reply_to
-        submit = submit_of(request_id, [1, 2, 3], reply_to, max_tokens=num_tokens)
-        self.sends[rank](encode(submit))
+        self.sends[rank](encode(submit_of(request_id, [1, 2, 3], max_tokens=num_tokens)))
 
     def submit_to_both(self) -> None:
         """Submit `a` to the first and `b` to the second; return once both inboxes have one."""

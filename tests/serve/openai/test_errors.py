@@ -20,6 +20,7 @@ from serve.openai import endpoint
 from serve.openai.completions import parse_completion
 from serve.openai.errors import MAX_MESSAGE_CHARS
 from serve.openai.generation import Serving
+from serve.pools.directory import NoLeader
 
 pytestmark = pytest.mark.feature("R12")
 
@@ -225,6 +226,32 @@ def test_overload_is_429_with_the_backends_retry_after(
     answer = call("POST", TEXT, json={"prompt": "a", "stream": stream})
     error_of(answer, 429, "rate_limit_error", None)
     assert answer.headers["retry-after"] == "7"
+
+
+NOBODY = (
+    "mixed pool: wanted an engine that takes requests within 30 s, found mixed/r/0 epoch=1 lost"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_no_engine_takes_in_time_is_503_with_retry_after(
+    call: Any, backend: Any, stream: bool
+) -> None:
+    backend.pieces, backend.raises = [], NoLeader(NOBODY)
+    answer = call("POST", TEXT, json={"prompt": "a", "stream": stream})
+    assert error_of(answer, 503, "service_unavailable_error", None) == NOBODY
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_stream_that_no_engine_goes_on_with_in_time_ends_with_that_error(
+    call: Any, backend: Any
+) -> None:
+    backend.raises = NoLeader(NOBODY)
+    answer = call("POST", TEXT, json={"prompt": "a", "stream": True})
+    parts = answer.content.split(b"\n\n")
+    error = msgspec.json.decode(parts[-3].removeprefix(b"data: "))["error"]
+    assert (error["code"], error["message"]) == (503, NOBODY)
+    assert b"hello" in answer.content and parts[-2] == b"data: [DONE]"
 
 
 @pytest.mark.parametrize("stream", [False, True])

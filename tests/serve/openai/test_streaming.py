@@ -17,7 +17,7 @@ from serve.config import ApiSettings
 from serve.event_loop import StreamBatcher
 from serve.openai.app import build_app
 from serve.openai.generation import BEGUN_AT_ONCE, Serving
-from serve.pools.mailboxes import Mailbox
+from serve.pools.mailbox import Mailbox
 from serve.requests.records import SequenceRecord
 
 TEXT = "/v1/completions"

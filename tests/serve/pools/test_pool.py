@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.actors.rank_group import RankDied
-from cluster.actors.reports import GroupReport, ReplicaReport
+from cluster.actors.reports import GroupReport, LeaderReport, ReplicaReport, leaders_of
 from cluster.group.context import RankPlace, RankStats
-from cluster.wire.messages import EngineOutput, FinishReason
+from cluster.observe.metrics import SchedulerStats
 from serve.config import deploy_config
 from serve.pools import pool_core
-from serve.pools.pool_core import PoolCore, PoolUnavailable
-from serve.pools.routing import LeaderRouter, Routing
+from serve.pools.chooser import Chooser, Routing
+from serve.pools.pool_core import IDLE_REPORTS, PoolCore
 
 ENDED = "rank dp=0 tp=0 epoch=0 ended"
 VERDICT = "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"
 
 
 class Group:
-    """A rank group that reports once, starts as it is told, and ends when it is told."""
+    """A rank group that reports once, or what `loads` says in turn; starts as it is told, and ends
+    when it is told."""
 
     def __init__(self, epoch: int, start: Callable[[], None] = lambda: None) -> None:
         self.epoch, self.handles, self.inboxes = epoch, [None], ["inbox"]
@@ -34,13 +36,14 @@ class Group:
         self.ended, self.is_ready = asyncio.Event(), asyncio.Event()
         self.is_ready.set()
         self._start = start
-        self._num_reports = 1 - epoch
+        self.loads = [SchedulerStats()] * (1 - epoch)
 
     async def report(self) -> GroupReport:
-        if self._num_reports <= 0:
+        if not self.loads:
             raise TimeoutError
-        self._num_reports -= 1
-        rank = RankStats(RankPlace(epoch=self.epoch), pid=1, node="", state="ready", step=1)
+        rank = RankStats(
+            RankPlace(epoch=self.epoch), 1, "", "ready", 1, scheduler=self.loads.pop(0)
+        )
         return GroupReport([rank], [])
 
     async def start(self) -> None:
@@ -59,27 +62,18 @@ class Group:
 
 
 class Shell:
-    """What Ray and ZeroMQ do for a replica; its leader ends a request as soon as it comes."""
+    """What Ray does for a replica."""
 
-    def __init__(self, *starts: Callable[[], None], hold_s: float = 0.01) -> None:
+    def __init__(self, *starts: Callable[[], None]) -> None:
         """Let the group of each epoch start like this; the last one's holds on."""
         self._starts = starts or (lambda: None,)
         self.groups: list[Group] = []
         self.noted: list[tuple[str, str, str]] = []
         """The state in which something was noted, what, and of what."""
         self.reports: list[ReplicaReport] = []
-        self.is_answering = True
         self.is_next_ready = asyncio.Event()
         self.is_next_ready.set()
-        self.aborted: list[str] = []
-        self.core = PoolCore(
-            "mixed",
-            "r",
-            "ours",
-            self,  # type: ignore[arg-type]
-            routing=Routing.LEAST_REQUESTS,
-            hold_s=hold_s,
-        )
+        self.core = PoolCore("mixed", "r", "ours", self)  # type: ignore[arg-type]
 
     def new_group(self, epoch: int) -> Group:
         group = Group(epoch, self._starts[min(epoch, len(self._starts) - 1)])
@@ -93,16 +87,6 @@ class Shell:
         self.is_next_ready = asyncio.Event()
         self.groups[-1].ended.set()
         return self.is_next_ready
-
-    async def connect(self, inboxes: Sequence[str]) -> Sequence[Shell]:
-        return [self for _ in inboxes]
-
-    async def submit(self, frame: bytes) -> None:
-        if self.is_answering:
-            self.core.on_ended([EngineOutput.ended(frame.decode(), FinishReason.LENGTH)])
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
 
     async def push(self, report: ReplicaReport, group: Any) -> None:
         self.reports.append(report)
@@ -118,17 +102,14 @@ class Shell:
         await asyncio.sleep(0.05)
         self.noted.append((self.core.state, "recovered", ""))
 
-    async def ask(self, config_hash: str = "ours") -> str:
-        return await self.core.generate("r", b"r", config_hash)
-
     async def until(self, is_over: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
             while not is_over():
                 await asyncio.sleep(0.01)
 
 
-async def started(*starts: Callable[[], None], hold_s: float = 0.01) -> Shell:
-    shell = Shell(*starts, hold_s=hold_s)
+async def started(*starts: Callable[[], None]) -> Shell:
+    shell = Shell(*starts)
     await shell.core.start()
     return shell
 
@@ -155,43 +136,6 @@ async def test_a_pool_is_healthy_as_long_as_its_tasks_run() -> None:
 
 
 @pytest.mark.feature("P14")
-async def test_a_request_waits_a_while_for_ranks_that_are_rebuilt() -> None:
-    """A refusal at once would draw all requests here, past a replica that is healthy."""
-    patient, impatient = await started(hold_s=30), await started(hold_s=0.01)
-    ready = [each.end_group() for each in (patient, impatient)]
-    await patient.until(lambda: patient.core.state == impatient.core.state == "restarting")
-    with pytest.raises(PoolUnavailable, match=f"found it restarting: {ENDED}"):
-        await impatient.ask()
-    waiting = asyncio.create_task(patient.ask())
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    ready[0].set()
-    assert await waiting == "length"
-
-
-async def test_a_request_of_another_deployment_is_not_run() -> None:
-    """Its ingress would drop every token; a replica of its own is on its way."""
-    shell = await started()
-    with pytest.raises(PoolUnavailable, match="config_hash: wanted ours, found theirs"):
-        await shell.ask("theirs")
-
-
-async def test_calls_end_with_their_ranks_and_one_that_is_cancelled_is_aborted() -> None:
-    shell = await started()
-    shell.is_answering = False
-    cancelled = asyncio.create_task(shell.ask())
-    await asyncio.sleep(0.01)
-    cancelled.cancel()
-    await asyncio.wait([cancelled])
-    assert shell.aborted == ["r"]
-    lost = asyncio.create_task(shell.ask())
-    await asyncio.sleep(0.01)
-    shell.groups[0].ended.set()
-    with pytest.raises(RankDied, match=ENDED):
-        await lost
-
-
-@pytest.mark.feature("P14")
 async def test_ranks_of_a_group_that_ended_are_told_of_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,6 +156,87 @@ async def test_ranks_of_a_group_that_ended_are_told_of_no_more(
     # How long it has been in a state grows until another one begins.
     for old, new in pairwise(reports):
         assert (new.in_state_s > old.in_state_s) == (new.state == old.state), (old, new)
+
+
+@pytest.mark.feature("P14")
+async def test_a_replica_says_where_its_leaders_are_while_they_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And of which epoch they are, so that nobody goes on with those of a group that ended."""
+    monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.01)
+    shell = Shell()
+    shell.groups[0].is_ready.clear()
+    shell.core.spawn(shell.core.report())
+    starting = asyncio.create_task(shell.core.start())
+    await shell.until(lambda: shell.reports)
+    assert [leaders_of(report) for report in shell.reports] == [[]] * len(shell.reports)
+    shell.groups[0].is_ready.set()
+    await starting
+    await shell.until(lambda: leaders_of(shell.reports[-1]))
+    [leader] = leaders_of(shell.reports[-1])
+    assert leader == LeaderReport("mixed", "r", 0, 0, "ready", "inbox", "ours", "")
+    ready = shell.end_group()
+    await shell.until(lambda: shell.reports[-1].state == "restarting")
+    assert leaders_of(shell.reports[-1]) == []
+    ready.set()
+    shell.groups[-1].loads = [SchedulerStats(num_running=3)]
+    await shell.until(lambda: leaders_of(shell.reports[-1]))
+    [leader] = leaders_of(shell.reports[-1])
+    assert (leader.engine_id, leader.epoch, leader.last_end) == ("mixed/r/0", 1, ENDED)
+    assert leader.load.num_running == 3
+    await shell.core.stop()
+
+
+IDLE = SchedulerStats()
+BUSY = [
+    SchedulerStats(num_running=1),
+    SchedulerStats(num_waiting=1),
+    SchedulerStats(held_tickets=1),
+]
+
+
+@pytest.mark.feature("R02")
+async def test_a_replica_that_drains_stops_once_nothing_has_run_there_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing runs, waits or is held; what was on its way when it began to drain still comes."""
+    monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.001)
+    shell = await started()
+    [group] = shell.groups
+    group.loads = [IDLE, *BUSY, *[IDLE] * (IDLE_REPORTS - 1), BUSY[0], *[IDLE] * IDLE_REPORTS, IDLE]
+    draining = asyncio.create_task(shell.core.drain())
+    await asyncio.sleep(0)
+    assert shell.core.state == "draining"
+    async with asyncio.timeout(60):
+        await draining
+    assert group.loads == [IDLE] and not group.is_stopped
+    await shell.core.stop()
+    assert group.is_stopped
+
+
+async def test_a_replica_whose_ranks_are_late_or_end_while_it_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Silence is no idleness; ranks that ended are not rebuilt, since nothing is left to drain."""
+    monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.001)
+    shell = await started()
+    shell.groups[0].loads = []
+    draining = asyncio.create_task(shell.core.drain())
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    shell.groups[0].ended.set()
+    async with asyncio.timeout(60):
+        await draining
+    assert shell.core.state == "stopping" and len(shell.groups) == 1
+
+
+async def test_a_replica_whose_ranks_are_rebuilt_has_nothing_to_drain() -> None:
+    shell = await started()
+    shell.end_group()
+    await shell.until(lambda: shell.core.state == "restarting")
+    async with asyncio.timeout(60):
+        await shell.core.drain()
+        await shell.core.stop()
 
 
 async def test_a_pool_that_is_stopped_while_its_group_is_rebuilt_keeps_no_ranks() -> None:
@@ -256,7 +281,7 @@ async def test_a_pool_that_is_stopped_while_it_fails_is_not_failed() -> None:
     assert shell.noted == [("stopping", "final", VERDICT)] and shell.core.state == "stopping"
 
 
-# Requests spread over data-parallel ranks: balanced, and equal ranks take turns.
+# Requests spread over leaders: balanced, and equal ones take turns.
 
 # What comes: a request of so many tokens, or the end of one that runs.
 EVENTS = st.lists(
@@ -267,32 +292,42 @@ EVENTS = st.lists(
 )
 
 
+@dataclass
+class Load:
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
 @pytest.mark.feature("P08")
 @given(st.sampled_from(Routing), st.integers(1, 5), EVENTS)
-def test_a_request_goes_to_a_least_loaded_rank_and_equal_ones_take_turns(
+def test_a_request_goes_to_a_least_loaded_leader(
     routing: Routing, num_leaders: int, events: list[tuple[str, int]]
 ) -> None:
-    router = LeaderRouter(routing, num_leaders)
-    running: list[tuple[int, int]] = []
-    last = num_leaders - 1
+    chooser, loads = Chooser(routing), [Load() for _ in range(num_leaders)]
+    running: list[tuple[Load, int]] = []
+    costs: dict[Routing, Callable[[Load], int]] = {
+        Routing.ROUND_ROBIN: lambda load: 0,
+        Routing.LEAST_REQUESTS: lambda load: load.num_requests,
+        Routing.LEAST_TOKENS: lambda load: load.num_tokens,
+    }
     for what, value in events:
         if what == "come":
-            loads = [0] * num_leaders
-            for leader, tokens in running:
-                cost = {"round_robin": 0, "least_requests": 1, "least_tokens": tokens}
-                loads[leader] += cost[routing.value]
-            chosen = router.take(value)
-            assert loads[chosen] == min(loads)
-            # Whoever is passed over between the last one and this one had more to do.
-            for i in range(1, (chosen - last - 1) % num_leaders + 1):
-                assert loads[(last + i) % num_leaders] > loads[chosen]
+            chosen = loads[chooser.choose(loads)]
+            assert costs[routing](chosen) == min(map(costs[routing], loads))
+            chosen.num_requests += 1
+            chosen.num_tokens += value
             running.append((chosen, value))
-            last = chosen
         elif running:
-            router.give_back(*running.pop(value % len(running)))
-    for leader, tokens in running:
-        router.give_back(leader, tokens)
-    assert router.loads == [0] * num_leaders
+            ended, tokens = running.pop(value % len(running))
+            ended.num_requests -= 1
+            ended.num_tokens -= tokens
+
+
+@pytest.mark.feature("P08")
+@pytest.mark.parametrize("routing", Routing)
+def test_equal_leaders_take_turns_however_soon_requests_end(routing: Routing) -> None:
+    chooser, loads = Chooser(routing), [Load() for _ in range(3)]
+    assert [chooser.choose(loads) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.feature("P08")
