@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from local_ranks import CREDENTIALS, HOST, RunningLeader, config_of, make_engine, run, tokens_of
+from local_ranks import RunningLeader, config_of, make_engine, run, tokens_of
 from msgspec.structs import replace as changed
+from routed import routing
 from wire_structs import rules_of, sampling_of
 
 from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
 from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling
-from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
 
 VOCAB = 256
@@ -191,26 +190,17 @@ def _check_logprobs(found: list[EngineOutput], wanted: list[EngineOutput]) -> No
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-class LocalPool(RunningLeader):
-    """A leader on a thread of this process, called as a pool is."""
-
-    def generate(self, request_id: str, frame: bytes) -> Any:
-        self.send(frame)
-        return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
-
-
-def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[list[EngineOutput]]:
+def route(
+    leaders: dict[str, RunningLeader], requests: list[GenerateRequest]
+) -> list[list[EngineOutput]]:
     async def one(router: Router, request: GenerateRequest) -> list[EngineOutput]:
         async with aclosing(router.generate(request)) as outputs:
             return [output async for output in outputs]
 
     async def all_of_them() -> list[list[EngineOutput]]:
-        socket = TokenSocket(HOST, CREDENTIALS, StreamBatcher())
-        router = Router(dict(pools), socket.mailboxes)
-        try:
+        inboxes = {pool: [running.leader.inbox] for pool, running in leaders.items()}
+        async with routing(inboxes) as router:
             return await asyncio.gather(*(one(router, request) for request in requests))
-        finally:
-            socket.shutdown()
 
     return asyncio.run(all_of_them())
 
@@ -219,7 +209,7 @@ def test_two_pools_change_nothing(oracle: Any, wanted: dict[str, Any]) -> None:
     requests = [request_for(name, PROMPTS[name]) for name in CASES]
     asks = changed(PLAIN, num_prompt_logprobs=2)
     requests.append(GenerateRequest("prompt", PROMPTS["greedy"], [], asks, b""))
-    pools = {role.value: LocalPool(config_for(oracle, role=role)) for role in Role}
+    pools = {role.value: RunningLeader(config_for(oracle, role=role)) for role in Role}
     mixed = pools.pop("mixed")
     try:
         two, one = route(pools, requests), route({"mixed": mixed}, requests)

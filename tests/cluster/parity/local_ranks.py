@@ -36,6 +36,8 @@ from compile.config import CompilationConfig
 HOST, BLOCK_SIZE = "127.0.0.1", 4
 CREDENTIALS = Credentials("test", b"s" * 32)
 HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
+REPLICA = "r"
+"""The one of each pool: engines are `role/r/dp_rank`."""
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -190,7 +192,7 @@ class RunningLeader:
     """A leader on a thread of this process, and an ingress of its own."""
 
     def __init__(self, config: EngineConfig) -> None:
-        engine_id = f"{config.role.value}/r/0"
+        engine_id = f"{config.role.value}/{REPLICA}/0"
         self.leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id=engine_id))
         self.errors: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, daemon=True)

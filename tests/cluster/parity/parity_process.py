@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from local_ranks import CREDENTIALS
+from local_ranks import CREDENTIALS, REPLICA
 
 from cluster.config import EngineConfig
 from cluster.group.context import RankContext, RankPlace, RankStats
@@ -99,7 +99,7 @@ def hear() -> Any:
 
 
 def context_of(config: EngineConfig, dp_rank: int, tp_rank: int) -> RankContext:
-    engine_id = f"{config.role.value} {dp_rank}"
+    engine_id = f"{config.role.value}/{REPLICA}/{dp_rank}"
     place = RankPlace(dp_rank, tp_rank, EPOCH)
     return RankContext(config, place, credentials=CREDENTIALS, engine_id=engine_id)
 

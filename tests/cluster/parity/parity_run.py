@@ -1,7 +1,7 @@
 """Runs any row: one engine is stepped by hand, several leaders serve through a router.
 
 All is real but Ray: ranks that follow or serve are processes of their own, with the sockets, steps
-and KV transfer that serve. A pool's handle call is a frame into a leader's inbox.
+and KV transfer that serve.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from local_ranks import CREDENTIALS, HOST, Ingress
 from parity_process import END, EPOCH, LOSE, REPORT, Report, context_of, num_late, report
 from parity_rows import LOADS, Request, Row, Run
+from routed import routing
 
 from cluster.config import EngineConfig, Role
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
 from cluster.wire.messages import EngineOutput, Submit
 from compile.counters import counter
-from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenSocket
+from serve.pools.directory import Directory
+from serve.pools.directory import Leader as ChosenLeader
 from serve.pools.router import Router
 
 FOLDER = Path(__file__).resolve().parent
@@ -112,7 +113,7 @@ class RankProcesses:
 
 
 class Pool:
-    """All ranks of a group, each a process, called as a pool is by the router."""
+    """All ranks of a group, each a process."""
 
     def __init__(self, config: EngineConfig, ranks: list[RankProcess]) -> None:
         parallel = config.parallel
@@ -124,23 +125,7 @@ class Pool:
         told = introduce(offers) if len(ranks) > 1 else offers
         for i, rank in enumerate(ranks):
             rank.tell(told[i // size])
-        inboxes = [rank.hear() for rank in ranks][::size]
-        self._ingress = Ingress()
-        self._sends = [self._ingress.inbox(inbox) for inbox in inboxes]
-        self._rng = random.Random(1)
-        self._num_sent = 0
-
-    def generate(self, request_id: str, frame: bytes) -> Any:
-        """Send a request to a random leader: most of eight in a row to one, then to another.
-
-        So neither the first rank nor the last is always the one that all others pad to.
-        """
-        size = len(self._sends)
-        favoured = self._num_sent // 8 % 2 * (size - 1)
-        place = self._rng.randrange(size) if self._rng.random() < 0.6 else favoured
-        self._num_sent += 1
-        self._sends[place](frame)
-        return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
+        self.inboxes = [rank.hear() for rank in ranks][::size]
 
     def reports(self) -> list[Report]:
         return [rank.ask(REPORT) for rank in self.ranks]
@@ -152,7 +137,6 @@ class Pool:
 
     def end(self) -> list[Report]:
         """End all ranks at one step; return what they have done."""
-        self._ingress.close()
         for leader in self.leaders:
             leader.tell(END)
             time.sleep(0.05)  # not at once: who is told first waits for the others
@@ -160,6 +144,23 @@ class Pool:
             if rank not in self.leaders:
                 rank.tell(END)
         return [rank.hear() for rank in self.ranks]
+
+
+class UnevenDirectory(Directory):
+    """Chooses a random leader: most of eight in a row the one, then another. So neither the first
+    rank nor the last is always the one that all others pad to."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self._rng = random.Random(1)
+        self._num_chosen: Counter[str] = Counter()
+
+    async def choose(self, pool: str) -> ChosenLeader:
+        leaders = self._able(pool)
+        favoured = self._num_chosen[pool] // 8 % 2 * (len(leaders) - 1)
+        self._num_chosen[pool] += 1
+        place = self._rng.randrange(len(leaders)) if self._rng.random() < 0.6 else favoured
+        return leaders[place]
 
 
 @contextmanager
@@ -258,8 +259,13 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
 
 
 async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
-    socket, rng = TokenSocket(HOST, CREDENTIALS, StreamBatcher()), random.Random(2)
-    router = Router(dict(pools), socket.mailboxes)
+    inboxes = {name: pool.inboxes for name, pool in pools.items()}
+    async with routing(inboxes, EPOCH, UnevenDirectory) as router:
+        await _ask_all(run, pools, router)
+
+
+async def _ask_all(run: Run, pools: dict[str, Pool], router: Router) -> None:
+    rng = random.Random(2)
 
     async def ask(i: int, request: Request) -> None:
         num_tokens = 0
@@ -275,19 +281,15 @@ async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
         await _until(lambda: all(pool.is_empty() for pool in pools.values()), EMPTY_WITHIN_S)
 
     asked: list[asyncio.Task[None]] = []
-    try:
-        async with asyncio.timeout(MAX_SERVE_S):
-            for i, request in enumerate(run.requests):
-                if request.at is None:
-                    await settle(asked)
-                    await asyncio.sleep(0.1)  # all leaders sleep, by agreement
-                elif run.row.dp > 1:  # not all at once: the load of the ranks is uneven
-                    await asyncio.sleep(rng.choice((0, 0.005, 0.02)))
-                asked.append(asyncio.create_task(ask(i, request)))
-            await settle(asked)
-        assert {epoch for epoch, _ in socket.mailboxes._newest.values()} == {EPOCH}
-    finally:
-        socket.shutdown()
+    async with asyncio.timeout(MAX_SERVE_S):
+        for i, request in enumerate(run.requests):
+            if request.at is None:
+                await settle(asked)
+                await asyncio.sleep(0.1)  # all leaders sleep, by agreement
+            elif run.row.dp > 1:  # not all at once: the load of the ranks is uneven
+                await asyncio.sleep(rng.choice((0, 0.005, 0.02)))
+            asked.append(asyncio.create_task(ask(i, request)))
+        await settle(asked)
 
 
 async def _until(condition: Callable[[], bool], within_s: float) -> None:

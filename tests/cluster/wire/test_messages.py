@@ -301,12 +301,12 @@ def test_what_no_model_could_take_is_refused_with_its_place(field: str, found: A
     assert f"$[{place}]" in str(refused(encode(sampling), messages.Sampling))
 
 
-def test_a_submission_that_is_none_still_tells_who_asked() -> None:
-    frame = encode(submit_of("r", [-1], "tcp://10.0.0.1:9"))
+def test_a_submission_that_is_none_still_names_its_request() -> None:
+    frame = encode(submit_of("r", [-1]))
     refused(frame, messages.Inbound)
-    assert messages.asker_of(frame) == ("r", "tcp://10.0.0.1:9")
+    assert messages.request_id_of(frame) == "r"
     for other in (frame[:-1], b"", encode(messages.Abort(["r"])), encode(["Submit", 1, 2])):
-        assert messages.asker_of(other) is None
+        assert messages.request_id_of(other) == ""
 
 
 CREDENTIALS = Credentials("aa11", b"s" * 32)
