@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from cluster.wire.messages import EngineOutput, FinishReason, OutputFrame, encode
+from cluster.wire.messages import GIVEN_UP, EngineOutput, FinishReason, OutputFrame, encode
 from cluster.wire.sockets import split
 
 log = logging.getLogger("lockstep.outputs")
@@ -35,8 +35,8 @@ class OutputSender:
         self._socket = socket
         self._peers: dict[str, bytes] = {}
         """By request id."""
-        self._owed: dict[bytes, list[EngineOutput]] = {}
-        """Ends of requests whose outputs a peer did not read."""
+        self._given_up: set[bytes] = set()
+        """Peers that did not read and have not been told yet that they are sent nothing more."""
 
     def expects(self, request_id: str) -> bool:
         return request_id in self._peers
@@ -47,9 +47,8 @@ class OutputSender:
 
     def send(self, outputs: list[EngineOutput]) -> list[str]:
         """Send one step's outputs; return the requests of ingresses that cannot be sent to: their
-        connection has ended, or they do not read. One that reads again learns which it lost."""
-        by_peer: defaultdict[bytes, list[EngineOutput]] = defaultdict(list, self._owed)
-        self._owed = {}
+        connection has ended, or they do not read. One that reads again learns that it ended."""
+        by_peer: defaultdict[bytes, list[EngineOutput]] = defaultdict(list)
         for output in outputs:
             peer = self._peers.get(output.request_id, b"")
             if output.finish_reason:
@@ -58,20 +57,29 @@ class OutputSender:
                 by_peer[peer].append(output)
         lost: list[str] = []
         for peer, mine in by_peer.items():
-            try:
-                for encoded in frames_of(mine):
-                    frame = split(encode(OutputFrame(encoded)))
-                    self._socket.send_multipart((peer, *frame), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                log.error("outputs: an ingress cannot be sent to, its requests end: %s", error)
+            if peer in self._given_up or not self._put(peer, mine):
                 lost += [request_id for request_id, to in self._peers.items() if to == peer]
-                if isinstance(error, zmq.Again):
-                    self._owed[peer] = [
-                        EngineOutput.ended(output.request_id, FinishReason.KV_LOST, "output lost")
-                        for output in mine
-                        if output.finish_reason
-                    ]
+        for peer in [*self._given_up]:
+            try:
+                self._socket.send_multipart((peer, GIVEN_UP), zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                pass  # it has left
+            self._given_up.remove(peer)
         return lost
+
+    def _put(self, peer: bytes, outputs: list[EngineOutput]) -> bool:
+        try:
+            for encoded in frames_of(outputs):
+                frame = split(encode(OutputFrame(encoded)))
+                self._socket.send_multipart((peer, *frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.error("outputs: an ingress cannot be sent to, its requests end: %s", error)
+            if isinstance(error, zmq.Again):
+                self._given_up.add(peer)
+            return False
+        return True
 
 
 def frames_of(outputs: list[EngineOutput]) -> Iterator[list[bytes]]:

@@ -322,6 +322,10 @@ class OutputFrame(Wire, frozen=True, tag=True):
     """Each an encoded `EngineOutput`, so that the receiver may pause between two."""
 
 
+GIVEN_UP = b""
+"""In place of a frame where some are missing, since the ingress did not read: it connects anew."""
+
+
 # --- the step -------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import EngineOutput, FrameError, OutputFrame, decode
+from cluster.wire.messages import GIVEN_UP, EngineOutput, FrameError, OutputFrame, decode
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, join, pack
 from serve.event_loop import loop_budget, yield_if_over_budget
 from serve.pools.directory import Connection, Leader
@@ -75,6 +75,8 @@ class LeaderLinks:
     async def _receive(self, socket: zmq.asyncio.Socket, leader: Leader) -> None:
         while True:
             body = join(await socket.recv_multipart(), MAX_FRAME_BYTES)
+            if body == GIVEN_UP:
+                raise ConnectionError("it ended the connection, since nobody read here")
             frame: OutputFrame = decode(body, OutputFrame)
             leader.on_welcome()
             for output in frame.outputs:

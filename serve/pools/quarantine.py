@@ -19,8 +19,7 @@ from typing import Protocol
 from cluster.wire.messages import FinishReason
 
 MAX_LOSSES = 3
-"""Losses of KV or outputs, while ranks are alive, after which a request fails. A refusal by a pool
-that is being restarted does not count: the request waits."""
+"""Losses of KV or outputs, while ranks are alive, after which a request fails."""
 SHARED_DEATHS = 2
 """Deaths of a request's ranks that any request beside it may have caused."""
 MAX_FAILED_TRIALS = 2

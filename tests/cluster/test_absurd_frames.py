@@ -97,7 +97,7 @@ class Served(RunningLeader):
         check_scheduler(scheduler)
         assert scheduler.stats().num_free_blocks == scheduler.stats().num_blocks
         sender = self.leader._output_sender
-        assert not sender._peers and not sender._owed
+        assert not sender._peers and not sender._given_up
 
 
 @pytest.fixture(scope="module", params=[Role.MIXED, Role.DECODE], ids=lambda role: role.value)

@@ -232,7 +232,9 @@ async def test_a_stranger_that_has_a_leaders_port_is_lost_when_it_speaks_or_hang
             await until(lambda: leader.is_lost)
 
 
-@pytest.mark.parametrize("frame", [b"", b"\xc1", encode(Abort(["r"])), encode(OutputFrame([b"x"]))])
+@pytest.mark.parametrize(
+    "frame", [b"\x90", b"\xc1", encode(Abort(["r"])), encode(OutputFrame([b"x"]))]
+)
 async def test_a_leader_that_sends_what_is_no_frame_is_lost(frame: bytes, engine: Engine) -> None:
     async with ingress() as made:
         leader = await connected(made, engine)
@@ -315,7 +317,31 @@ async def test_an_ingress_that_is_gone_loses_its_requests_at_the_next_output(
         assert engine.sender.expects("leaves")  # until the engine says that it has ended
         ended = [output_of(0, [], "abort", "leaves"), output_of(1, [6], "stop", "stays")]
         engine.sender.send(ended)
-        assert not engine.sender._peers and not engine.sender._owed
+        assert not engine.sender._peers and not engine.sender._given_up
+
+
+async def test_an_ingress_that_did_not_read_for_long_goes_on_elsewhere(engine: Engine) -> None:
+    engine.inbox.socket.sndhwm = 10
+    async with ingress() as made:
+        leader = await connected(made, engine)
+        mailbox = await made.submit("r")
+        await until(engine.take)
+        long = output_of(0, [5] * 60_000)
+        while not engine.sender.send([long]):
+            pass  # without a turn of the event loop
+        assert engine.sender.send([output_of(0, [], "abort")]) == []
+
+        async def step() -> None:
+            while True:
+                engine.sender.send([])
+                await asyncio.sleep(0.001)
+
+        stepping = asyncio.create_task(step())
+        while (output := await mailbox.get()).finish_reason == "":
+            pass
+        stepping.cancel()
+        assert output.finish_reason == "died" and "nobody read here" in output.error
+        assert leader.is_lost
 
 
 # --- the event loop ---
