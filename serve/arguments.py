@@ -188,12 +188,12 @@ class DeployArgs(_Strict, frozen=True):
     """Sequences that wait beyond those that run; more get 429."""
     max_queue_wait_s: Annotated[float, at_least(0.001)] = 60.0
     """How long sequences may have to wait, at the rate at which others have ended in the last 30 s;
-    beyond that a request gets 429."""
+    beyond that a request gets 429. One that no engine takes for so long gets 503."""
     request_timeout_s: Annotated[float, at_least(0.001)] = 600.0
     """For receiving a request, and again for answering it to the last byte."""
     drain_timeout_s: Annotated[float, at_least(0.0)] = 30.0
     """How long what runs may take once `serve run` got SIGTERM or SIGHUP; new requests get 503
-    meanwhile."""
+    meanwhile. Also how long what runs in a pool replica may that Serve stops."""
     watchdog_s: Seconds = EngineConfig.watchdog_s
     """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
     what the step should take, if that is longer."""
