@@ -2,20 +2,21 @@
 
     python examples/bench/hostile_frames.py [--seconds 4] [--only NAME,...] [--out FILE]
 
-Three processes listen in turn: a leader that decodes for honest requests without a break (its
-inbox), a leader of a prefill pool (its KV server as well), and an ingress's token socket, at which
-an honest engine delivers every five milliseconds. An attacker's process sends as much as it can.
-`nothing` is the process left alone; `busy` is an attacker that only computes and sends nothing: on
-two cores that alone takes time from the process. Printed are, by attack:
+Three processes are attacked in turn: a leader that decodes for honest requests without a break (its
+inbox), a leader of a prefill pool (its KV server as well), and an ingress to which an honest engine
+delivers every five milliseconds, and which connects again and again to another leader's port, where
+the attacker is. An attacker's process sends as much as it can. `nothing` is the process left alone;
+`busy` is an attacker that only computes and sends nothing: on two cores that alone takes time from
+the process. Printed are, by attack:
 
     sent      frames or connections, in thousands
-    delay     the longest that a step took, or the token socket's loop, above the median of
+    delay     the longest that a step took, or the ingress's loop, above the median of
               `nothing`, in milliseconds
     cpu       the same in the thread's own processor time, without waiting
     rate      steps or deliveries in a second, as a share of those of `nothing`
     memory    MiB that the process grew by
-    verdict   a process that ended, an answer that was not the same, a delay of 20 ms (of the token
-              socket's loop 100 ms) beyond that of `busy`, or growth above 128 MiB
+    verdict   a process that ended, an answer that was not the same, a delay of 20 ms (of the
+              ingress's loop 100 ms) beyond that of `busy`, or growth above 128 MiB
 
 The exit code is 1 if a row fails.
 """
@@ -47,10 +48,12 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from cluster.actors.reports import LeaderReport
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
 from cluster.group.context import RankContext
 from cluster.observe.load_progress import keep_what_is_loaded
-from cluster.rank.leader import Leader
+from cluster.rank.leader import Inbox, Leader
+from cluster.rank.output_sender import OutputSender
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import (
     MAX_ABORTS,
@@ -58,6 +61,7 @@ from cluster.wire.messages import (
     EngineOutput,
     FinishReason,
     GenerateRequest,
+    Hello,
     KVHandoff,
     KVSource,
     LogitRules,
@@ -65,14 +69,23 @@ from cluster.wire.messages import (
     RankProcess,
     Sampling,
     Submit,
-    Watch,
     decode,
     encode,
 )
-from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    join,
+    listening_socket,
+    pack,
+    split,
+)
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenSocket
+from serve.pools.chooser import Routing
+from serve.pools.directory import Directory
+from serve.pools.links import LeaderLinks
+from serve.pools.mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -82,11 +95,12 @@ OURS, OTHERS = (
     CurveHandshake(b"of somebody else, thirty-two byt"),
 )
 
-MAX_DELAYS_S = {"inbox": 0.020, "kv server": 0.020, "token socket": 0.100}
+MAX_DELAYS_S = {"inbox": 0.020, "kv server": 0.020, "ingress": 0.100}
 MAX_GROWTH_BYTES = 128 << 20
 """A sender may have 64 frames in the inbox, each as long as a submission may be."""
 MIB = 1 << 20
 DELIVERY_PERIOD_S = 0.005
+REPORT_PERIOD_S = 0.25
 NUM_HONEST = 4
 """Requests that are always under way."""
 PROMPT = [5, 99, 7, 31, 64]
@@ -155,19 +169,35 @@ def serve_leader(pipe: Connection, role: str) -> None:
     leader.run()
 
 
-def serve_tokens(pipe: Connection) -> None:
-    """Run an ingress's token socket, with a mailbox for the honest engine's request."""
-    asyncio.run(_receive_tokens(pipe))
+def serve_ingress(pipe: Connection, honest: str, hostile: str) -> None:
+    """Run an ingress that has a request at the honest leader, and connects to the hostile one
+    whenever that is not connected, as the status board would have it."""
+    asyncio.run(_receive_tokens(pipe, honest, hostile))
 
 
-async def _receive_tokens(pipe: Connection) -> None:
-    tokens = TokenSocket(HOST, CREDENTIALS, StreamBatcher()).mailboxes
-    mailbox = tokens.open("honest")
+async def _receive_tokens(pipe: Connection, honest: str, hostile: str) -> None:
+    hashed = CREDENTIALS.config_hash
+    links = LeaderLinks(CREDENTIALS)
+    routings = dict.fromkeys(("honest", "hostile"), Routing.LEAST_REQUESTS)
+    directory = Directory(routings, links.connect, config_hash=hashed, max_wait_s=TIMEOUT_S)
+    reports = [
+        LeaderReport(pool, "r", 0, 0, "ready", inbox, hashed, "")
+        for pool, inbox in (("honest", honest), ("hostile", hostile))
+    ]
+
+    async def poll() -> None:
+        while True:
+            directory.see(reports)
+            await asyncio.sleep(REPORT_PERIOD_S)
+
+    polling = asyncio.create_task(poll())
+    mailbox = Mailbox("honest", StreamBatcher())
+    (await directory.choose("honest")).submit(request("honest"), None, mailbox)
     turns: list[Turn] = []
-    threading.Thread(target=_tell_turns, args=(pipe, [tokens.address], turns), daemon=True).start()
+    threading.Thread(target=_tell_turns, args=(pipe, [hostile], turns), daemon=True).start()
     keep_what_is_loaded()
     began, cpu = time.perf_counter(), time.thread_time()
-    while True:
+    while not polling.done():
         # A turn of the loop is a delivery: what an honest client would wait for its next token.
         await mailbox.get()
         now, cpu_now = time.perf_counter(), time.thread_time()
@@ -233,10 +263,8 @@ class Honest:
         self._wanted: list[int] | None = None
         self._max_tokens = max_tokens
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = connecting_socket(self._context, zmq.PUSH, OURS, max_waiting=1000)
-        self._inbox.connect(inbox)
-        self._replies = listening_socket(self._context, zmq.PULL, OURS, max_waiting=1000)
-        self._reply_to = f"tcp://{HOST}:{self._replies.bind_to_random_port(f'tcp://{HOST}')}"
+        self._leader = connecting_socket(self._context, zmq.DEALER, OURS, max_waiting=1000)
+        self._leader.connect(inbox)
         self._ids = itertools.count()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -244,17 +272,17 @@ class Honest:
 
     def _ask(self) -> str:
         name = f"honest {next(self._ids)}"
-        body = encode(Submit(request(name, self._reply_to, max_tokens=self._max_tokens), None))
-        self._inbox.send_multipart(pack(body, CREDENTIALS))
+        body = encode(Submit(request(name, max_tokens=self._max_tokens), None))
+        self._leader.send_multipart(pack(body, CREDENTIALS))
         return name
 
     def _run(self) -> None:
         tokens: dict[str, list[int]] = {self._ask(): [] for _ in range(NUM_HONEST)}
         while not self._is_over.is_set():
-            if not self._replies.poll(100):
+            if not self._leader.poll(100):
                 continue
-            _, *parts = self._replies.recv_multipart()
-            for data in decode(join(parts, 1 << 24), OutputFrame).outputs:
+            frame = join(self._leader.recv_multipart(), 1 << 24)
+            for data in decode(frame, OutputFrame).outputs:
                 output = decode(data, EngineOutput)
                 if output.request_id not in tokens:
                     continue
@@ -280,18 +308,23 @@ class Deliveries:
 
     num_wrong = 0
 
-    def __init__(self, address: str) -> None:
+    def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = connecting_socket(self._context, zmq.PUSH, OURS, max_waiting=1000)
-        self._socket.connect(address)
+        config = EngineConfig("", max_model_len=512)
+        rank = RankContext(config, host=HOST, credentials=CREDENTIALS, engine_id="honest/r/0")
+        self._inbox = Inbox(rank, self._context, vocab_size=512)
+        self.address = self._inbox.address
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        body = pack(outputs("honest"), CREDENTIALS)
+        sender = OutputSender(self._inbox.socket)
         while not self._is_over.wait(DELIVERY_PERIOD_S):
-            self._socket.send_multipart(body)
+            for peer, message in self._inbox.take():
+                if isinstance(message, Submit):
+                    sender.expect(message.request.request_id, peer)
+            sender.send([output("honest")])
 
     def end(self) -> None:
         """Deliver nothing more."""
@@ -300,18 +333,16 @@ class Deliveries:
         self._context.destroy(linger=0)
 
 
-def request(name: str, reply_to: str, max_tokens: int = 6, **fields: Any) -> GenerateRequest:
+def request(name: str, max_tokens: int = 6, **fields: Any) -> GenerateRequest:
     """Return a greedy request that ends with so many tokens."""
     sampling = Sampling(0.0, 0, 1.0, 0.0, 7, max_tokens, (), -1, -1, None, None)
-    changed = msgspec.structs.replace(sampling, **fields)
-    return GenerateRequest(name, PROMPT, [], changed, reply_to, b"")
+    return GenerateRequest(name, PROMPT, [], msgspec.structs.replace(sampling, **fields), b"")
 
 
-def outputs(request_id: str, num: int = 1, epoch: int = 0, engine_id: str = "e") -> bytes:
-    """Return a frame of outputs as engines send it."""
+def output(request_id: str) -> EngineOutput:
+    """Return an output with one token."""
     ended = EngineOutput.ended(request_id, FinishReason.NONE)
-    output = encode(msgspec.structs.replace(ended, token_ids=[5]))
-    return encode(OutputFrame(epoch, engine_id, NOWHERE, [output] * num))
+    return msgspec.structs.replace(ended, token_ids=[5])
 
 
 # --- attacks --------------------------------------------------------------------------------------
@@ -366,7 +397,7 @@ def stranger(handshake: CurveHandshake | None) -> Send:
     def send(address: str) -> Iterator[int]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         while True:
-            sockets = [context.socket(zmq.PUSH) for _ in range(20)]
+            sockets = [context.socket(zmq.DEALER) for _ in range(20)]
             for made in sockets:
                 made.linger = 0
                 if handshake is not None:
@@ -388,7 +419,7 @@ def member(*bodies: Callable[[int], bytes], is_packed: bool = True) -> Send:
 
     def send(address: str) -> Iterator[int]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        made = connecting_socket(context, zmq.PUSH, OURS, max_waiting=1000)
+        made = connecting_socket(context, zmq.DEALER, OURS, max_waiting=1000)
         made.linger = 0
         made.connect(address)
         for i in itertools.count():
@@ -403,7 +434,7 @@ def member(*bodies: Callable[[int], bytes], is_packed: bool = True) -> Send:
 @functools.cache
 def endless_submit(_: int) -> bytes:
     """Return a submission of a prompt as long as a frame may be."""
-    asked = request("long", NOWHERE)
+    asked = request("long")
     return encode(Submit(msgspec.structs.replace(asked, prompt_token_ids=[300] * 84_000), None))
 
 
@@ -412,17 +443,17 @@ def wide_rules(_: int) -> bytes:
     """Return a submission with as many rules as one may have."""
     ids = tuple(range(1024))
     rules = LogitRules(1.0, 1.0, 2.0, ids, tuple(1.0 for _ in ids), b"\xff" * (200 << 10), 5)
-    return encode(Submit(request("rules", NOWHERE, rules=rules), None))
+    return encode(Submit(request("rules", rules=rules), None))
 
 
 def bad_seed(i: int) -> bytes:
     """Return a submission that no engine takes."""
-    return encode(Submit(request(f"bad {i}", NOWHERE, seed=-1), None))
+    return encode(Submit(request(f"bad {i}", seed=-1), None))
 
 
 def no_model_takes(i: int) -> bytes:
     """Return a submission that this engine does not take."""
-    asked = msgspec.structs.replace(request(f"{i}", NOWHERE), prompt_token_ids=[2**30])
+    asked = msgspec.structs.replace(request(f"{i}"), prompt_token_ids=[2**30])
     return encode(Submit(asked, None))
 
 
@@ -430,23 +461,34 @@ def nobodys_handoff(i: int) -> bytes:
     """Return a submission with a handoff of nobody."""
     source = KVSource(0, "n", 1, 1, NOWHERE, RankProcess(0, "nonce"))
     handoff = KVHandoff(3, f"{i}", [source], [1], [1], 5, 4096, "kv", 30.0)
-    return encode(Submit(request(f"{i}", NOWHERE), handoff))
+    return encode(Submit(request(f"{i}"), handoff))
 
 
 def aborted(i: int) -> bytes:
     """Return, in turn, a good submission and its abort."""
     name = f"short {i // 2}"
-    return encode(Abort([name]) if i % 2 else Submit(request(name, NOWHERE), None))
+    return encode(Abort([name]) if i % 2 else Submit(request(name), None))
 
 
-def elsewhere(i: int) -> bytes:
-    """Return a submission whose answer goes to an address of its own."""
-    return encode(Submit(request(f"{i}", f"tcp://127.1.{i // 250 % 250}.{i % 250}:9"), None))
+def anothers_hello(i: int) -> bytes:
+    """Return a hello to another engine."""
+    return encode(Hello(f"another {i}", 0))
 
 
-def watch(i: int) -> bytes:
-    """Return a watcher at an address of its own."""
-    return encode(Watch(f"tcp://127.2.{i // 250 % 250}.{i % 250}:9"))
+def come_and_go(address: str) -> Iterator[int]:
+    """Submit from 20 ingresses that are gone before the first token."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for i in itertools.count():
+        sockets = [connecting_socket(context, zmq.DEALER, OURS, max_waiting=9) for _ in range(20)]
+        for number, made in enumerate(sockets):
+            made.linger = 50
+            made.connect(address)
+            body = encode(Submit(request(f"gone {i} {number}", max_tokens=400), None))
+            made.send_multipart(pack(body, CREDENTIALS))
+        time.sleep(0.05)
+        for made in sockets:
+            made.close()
+        yield len(sockets)
 
 
 @functools.cache
@@ -483,14 +525,69 @@ TO_LEADERS: dict[str, Send] = {
     "all rules": member(wide_rules),
     "aborts of nobody": member(many_aborts),
     "submit and abort": member(aborted),
-    "answers elsewhere": member(elsewhere),
-    "watchers": member(watch),
+    "hellos to another": member(anothers_hello),
+    "come and go": come_and_go,
 }
 
-TO_TOKENS: dict[str, Send] = {
-    "outputs of nobody": member(lambda i: outputs(f"{i}", 100)),
-    "newer epochs": member(lambda i: outputs("nobody", 1, i, "other")),
-    "10,000 in a frame": member(lambda _: outputs("nobody", 10_000)),
+
+def listens(data: bytes) -> Send:
+    """Say something to whoever connects; the last hundred stay connected."""
+
+    def send(address: str) -> Iterator[int]:
+        host, _, port = address.removeprefix("tcp://").partition(":")
+        held: list[socket.socket] = []
+        with socket.create_server((host, int(port))) as server:
+            server.settimeout(0.1)
+            while True:
+                with suppress(OSError):
+                    end, _ = server.accept()
+                    held.append(end)
+                    end.sendall(data)
+                if len(held) > 100:
+                    held.pop(0).close()
+                yield 1
+
+    return send
+
+
+def leads(body: bytes) -> Send:
+    """Send a frame to an ingress that connects, as often as it is taken."""
+
+    def send(address: str) -> Iterator[int]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        made = listening_socket(context, zmq.ROUTER, OURS, max_waiting=1000)
+        made.router_mandatory = True
+        made.linger = 0
+        made.bind(address)
+        peers: list[bytes] = []
+        while True:
+            while made.poll(0 if peers else 100):
+                peers = [made.recv_multipart()[0]]
+            for peer in list(peers):
+                try:
+                    made.send_multipart((peer, *split(body)), zmq.NOBLOCK)
+                except zmq.Again:
+                    time.sleep(0.001)
+                except zmq.ZMQError:  # it has hung up
+                    peers.remove(peer)
+            yield len(peers)
+
+    return send
+
+
+def outputs(num: int) -> bytes:
+    """Return a frame of outputs for nobody."""
+    return encode(OutputFrame([encode(output("nobody"))] * num))
+
+
+TO_INGRESS: dict[str, Send] = {
+    "noise": listens(os.urandom(4096)),
+    "a greeting": listens(_greeting(b"CURVE")),
+    "2 GiB announced": listens(_greeting(b"CURVE") + b"\x06" + struct.pack(">Q", 2 << 30)),
+    "two bytes": leads(b"xy"),
+    "64 KiB of noise": leads(bytes(1 << 16)),
+    "outputs of nobody": leads(outputs(100)),
+    "10,000 in a frame": leads(outputs(10_000)),
 }
 
 
@@ -511,7 +608,7 @@ def attack(pipe: Connection, kind: str, name: str, address: str, seconds: float)
 ATTACKS: dict[str, dict[str, Send]] = {
     "inbox": {"busy": busy, **STRANGERS, **NONSENSE, **TO_LEADERS},
     "kv server": {"busy": busy, **STRANGERS},
-    "token socket": {"busy": busy, **STRANGERS, **NONSENSE, **TO_TOKENS},
+    "ingress": {"busy": busy, **TO_INGRESS},
 }
 
 
@@ -521,9 +618,11 @@ ATTACKS: dict[str, dict[str, Send]] = {
 @contextmanager
 def attacked(kind: str) -> Iterator[tuple[Target, Honest | Deliveries]]:
     """Start what listens, and honest work for it."""
-    if kind == "token socket":
-        target = Target(serve_tokens)
-        honest: Honest | Deliveries = Deliveries(target.addresses[0])
+    if kind == "ingress":
+        with socket.create_server((HOST, 0)) as found:
+            hostile = f"tcp://{HOST}:{found.getsockname()[1]}"
+        honest: Honest | Deliveries = Deliveries()
+        target = Target(serve_ingress, honest.address, hostile)
     else:
         role = Role.MIXED if kind == "inbox" else Role.PREFILL
         target = Target(serve_leader, role.value)
@@ -532,8 +631,8 @@ def attacked(kind: str) -> Iterator[tuple[Target, Honest | Deliveries]]:
     try:
         yield target, honest
     finally:
-        honest.end()
         target.end()
+        honest.end()
 
 
 class Seen(NamedTuple):

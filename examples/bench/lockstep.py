@@ -41,17 +41,10 @@ from cluster.wire.messages import (
     Vote,
     encode,
 )
-from cluster.wire.sockets import (
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    listening_socket,
-    pack,
-)
+from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
-HOST = "127.0.0.1"
 CREDENTIALS = Credentials("bench", b"of a benchmark, no secret at all")
 BLOCK = 200
 """Rounds of one kind before the next kind has its turn."""
@@ -199,20 +192,18 @@ def wake(size: int, num_wakes: int) -> list[float]:
     processes, pipes = run_ranks(size, serve)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     handshake = CurveHandshake(CREDENTIALS.secret)
-    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
-    inbox = connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000)
-    port = replies.bind_to_random_port(f"tcp://{HOST}")
+    inbox = connecting_socket(context, zmq.DEALER, handshake, max_waiting=1000)
     inbox.connect([pipe.recv() for pipe in pipes][-1])
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 1, (), -1, -1, None, None)
     seconds = []
     for i in range(num_wakes + 10):
         time.sleep(0.05)  # all sleep
         first_votes(pipes)
-        request = GenerateRequest(str(i), [1, 2, 3], [], sampling, f"tcp://{HOST}:{port}", b"")
+        request = GenerateRequest(str(i), [1, 2, 3], [], sampling, b"")
         frame = encode(Submit(request, None))
         began = time.monotonic()
         inbox.send_multipart(pack(frame, CREDENTIALS))
-        replies.recv_multipart()
+        inbox.recv_multipart()
         firsts = first_votes(pipes)
         if min(firsts) >= began:  # else a leader has just looked around by itself
             seconds.append(max(firsts) - began)

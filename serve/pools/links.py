@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import zmq
@@ -60,8 +61,7 @@ class LeaderLinks:
         frames, pulse = self._socket(), self._socket()
         pulse.heartbeat_ivl = HEARTBEAT_MS
         pulse.heartbeat_timeout = int(SILENT_S * 1000)
-        receiving = self._receive(frames, leader)
-        return _Link(frames, pulse, inbox, leader, self._credentials, receiving)
+        return _Link(frames, pulse, inbox, leader, self._credentials, self._receive)
 
     def _socket(self) -> zmq.asyncio.Socket:
         socket = connecting_socket(
@@ -97,17 +97,20 @@ class _Link:
         inbox: str,
         leader: Leader,
         credentials: Credentials,
-        receiving: Coroutine[Any, Any, None],
+        receive: Callable[[zmq.asyncio.Socket, Leader], Coroutine[Any, Any, None]],
     ) -> None:
         self._frames = frames
         self._credentials = credentials
         self._monitors = {socket: socket.get_monitor_socket(_ENDS) for socket in (frames, pulse)}
         for socket in self._monitors:
             socket.connect(inbox)
-        watching = [_until_disconnected(monitor) for monitor in self._monitors.values()]
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._until_end(work, leader)) for work in (receiving, *watching)
+            loop.create_task(self._until_end(work, leader))
+            for work in (
+                partial(receive, frames, leader),
+                *(partial(_until_disconnected, each) for each in self._monitors.values()),
+            )
         ]
 
     def send(self, body: bytes) -> None:
@@ -124,9 +127,11 @@ class _Link:
                 monitor.close(linger=0)
                 socket.close()
 
-    async def _until_end(self, work: Coroutine[Any, Any, None], leader: Leader) -> None:
+    async def _until_end(
+        self, work: Callable[[], Coroutine[Any, Any, None]], leader: Leader
+    ) -> None:
         try:
-            await work
+            await work()
         except (FrameError, ConnectionError) as error:
             leader.on_end(str(error))
         except Exception as error:  # whatever it is, no request may hang
