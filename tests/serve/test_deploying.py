@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -222,6 +223,77 @@ def test_what_serve_build_writes_is_deployed_with_more_replicas(
     wait_until_ready(url)
     wait_until(lambda: len(get(f"{url}/ready")[1]["pools"]["decode"]["replicas"]) == 2)
     wait_until_ready(url)
+    assert answer_of(url) == ("lockstep-tiny", "42")
+    run(cluster, "serve", "shutdown", "-y")
+
+
+class Stream(threading.Thread):
+    """A streamed completion of a fixed length."""
+
+    def __init__(self, url: str, num_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url, self._num_tokens = url, num_tokens
+        self.num_tokens = 0
+        self.failure = ""
+
+    def run(self) -> None:
+        body = {
+            **{"prompt": "Count from 3 to 9.", "temperature": 0, "stream": True},
+            **{"max_tokens": self._num_tokens, "ignore_eos": True, "return_token_ids": True},
+        }
+        try:
+            with httpx.stream("POST", self._url, json=body, timeout=900) as answer:
+                answer.raise_for_status()
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        choices = json.loads(line[6:])["choices"]
+                        self.num_tokens += sum(len(each["token_ids"] or []) for each in choices)
+        except (httpx.HTTPError, KeyError) as error:
+            self.failure = repr(error)
+
+
+@pytest.mark.feature("R02", "P08")
+def test_streams_of_a_replica_that_is_stopped_end_whole(
+    cluster: Cluster, http_port: int, tmp_path: Path
+) -> None:
+    """`num_replicas` falls from two to one: the replica that Serve has chosen drains."""
+    num_streams, num_tokens = 32, 1900
+    url = f"http://127.0.0.1:{http_port}/drains"
+    made = application("drains", "/drains", max_num_seqs=32, drain_timeout_s=600)
+
+    def deployed(num_replicas: int) -> None:
+        pool = {"name": "MixedPool", "num_replicas": num_replicas}
+        file = deployable(tmp_path / "app.yaml", http_port, {**made, "deployments": [pool]})
+        # What `serve deploy` sends, which takes as long to start as a stream to end.
+        asked = yaml.safe_load(file.read_text())
+        httpx.put(f"{cluster.dashboard}/api/serve/applications/", json=asked).raise_for_status()
+
+    def replicas() -> list[dict[str, Any]]:
+        with suppress(httpx.HTTPError, ValueError, KeyError):  # it is 503 where one is missing
+            body = httpx.get(f"{url}/ready", timeout=60).json()
+            return list(body["pools"]["mixed"]["replicas"])
+        return []
+
+    def num_running(state: str) -> list[int]:
+        found = [replica for replica in replicas() if replica["state"] == state]
+        return [rank["num_running"] for replica in found for rank in replica["ranks"]]
+
+    deployed(2)
+    wait_for_status(cluster, "drains", "RUNNING")
+    wait_until(lambda: num_running("ready") == [0, 0])
+    streams = [Stream(f"{url}/v1/completions", num_tokens) for _ in range(num_streams)]
+    for stream in streams:
+        stream.start()
+    wait_until(lambda: num_running("ready") == [16, 16], replicas)
+    deployed(1)
+    wait_until(lambda: num_running("draining"), replicas)
+    assert num_running("draining") == [16], "they were cut off, or had ended"
+    assert answer_of(url) == ("lockstep-tiny", "42")
+    for stream in streams:
+        stream.join(900)
+    ends = [(stream.num_tokens, stream.failure) for stream in streams]
+    assert ends == [(num_tokens, "")] * num_streams
+    wait_until(lambda: len(replicas()) == 1, replicas)
     assert answer_of(url) == ("lockstep-tiny", "42")
     run(cluster, "serve", "shutdown", "-y")
 

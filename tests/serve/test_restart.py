@@ -7,6 +7,7 @@ eagerly while another process compiles, and its groups go over in between.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -63,6 +64,8 @@ class Streams:
     failures: list[str] = field(default_factory=list)
     num_tokens_of: list[int] = field(default_factory=lambda: [0] * len(QUESTIONS))
     num_answers_of: list[int] = field(default_factory=lambda: [0] * len(QUESTIONS))
+    longest_pause_s: float = 0.0
+    """Between two chunks of one answer."""
 
     def __enter__(self) -> Streams:
         self._is_over = threading.Event()
@@ -111,7 +114,10 @@ class Streams:
             extra_body={"return_token_ids": True, "ignore_eos": True},
         )
         tokens: list[int] = []
+        at = math.inf
         for chunk in stream:
+            last, at = at, time.monotonic()
+            self.longest_pause_s = max(self.longest_pause_s, at - last)
             for choice in chunk.choices:
                 new = getattr(choice, "token_ids", None) or []
                 tokens += new
@@ -298,6 +304,35 @@ def test_pools_that_lose_a_rank_while_kv_is_on_its_way_lose_no_request(
             strike("pools", pools, pool, 0, (Place.KV, Action.KILL, ""), tmp_path)
             assert "rank dp=0 tp=0 epoch=0 ended: " in wait_for_restart(pools, pool, 1)
         streams.wait_until_new()
+
+
+@pytest.mark.slow
+@pytest.mark.feature("P08", "P14")
+def test_streams_of_a_rank_that_is_killed_go_on_at_another_replica_meanwhile(
+    start_app: Callable[..., Any], answers: Answers
+) -> None:
+    """One choice is made among the engines of all replicas, and nobody waits for the dead one."""
+    app = start_app("replicas", *OPTIONS, "O=0", "decode.replicas=2")
+
+    def states() -> dict[str, str]:
+        replicas = app.get("/ready")[1]["pools"]["decode"]["replicas"]
+        return {replica["id"]: replica["state"] for replica in replicas}
+
+    with Streams(app, answers) as streams:
+        for _ in range(2):
+            streams.wait_until_new()
+            # Four clients at two engines: both have something to do.
+            app.wait_until(lambda: all(rank["num_running"] for rank in app.ready_ranks("decode")))
+            streams.longest_pause_s = 0.0
+            os.kill(app.ready_ranks("decode")[0]["pid"], signal.SIGKILL)
+            streams.wait_for_tokens(20)
+            assert sorted(states().values()) == ["ready", "restarting"], "it takes longer"
+            app.wait_until(lambda: [*states().values()] == ["ready", "ready"])
+            print(f"longest pause {streams.longest_pause_s:.3f} s")
+            # A second to notice and a second to go on, or ten times that on a busy machine.
+            assert streams.longest_pause_s < 20
+        streams.wait_until_new()
+    assert sum(rank["epoch"] for rank in app.ready_ranks("decode")) == 2
 
 
 def drawn_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
