@@ -25,6 +25,7 @@ from scripted import output_of, report_of, request_of
 
 from cluster.config import EngineConfig
 from cluster.group.context import RankContext, RankPlace
+from cluster.rank import leader as leader_module
 from cluster.rank.leader import MAX_INBOX_WAITING, BadSubmit, Inbox
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
 from cluster.wire.credentials import Credentials
@@ -39,6 +40,7 @@ from cluster.wire.messages import (
 )
 from cluster.wire.sockets import split
 from serve.event_loop import StreamBatcher
+from serve.pools import links
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, Leader
 from serve.pools.links import SILENT_S, LeaderLinks
@@ -320,14 +322,17 @@ async def test_an_ingress_that_is_gone_loses_its_requests_at_the_next_output(
         assert not engine.sender._peers and not engine.sender._given_up
 
 
-async def test_an_ingress_that_did_not_read_for_long_goes_on_elsewhere(engine: Engine) -> None:
-    engine.inbox.socket.sndhwm = 10
+async def test_an_ingress_that_did_not_read_for_long_goes_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leader_module, "MAX_OUTPUTS_WAITING", 10)
+    monkeypatch.setattr(links, "SILENT_S", 30.0)  # a busy machine may not run ZeroMQ's threads
+    engine = Engine()
     async with ingress() as made:
         leader = await connected(made, engine)
         mailbox = await made.submit("r")
         await until(engine.take)
-        long = output_of(0, [5] * 60_000)
-        while not engine.sender.send([long]):
+        while not engine.sender.send([output_of(0, [5] * 60_000)]):
             pass  # without a turn of the event loop
         assert engine.sender.send([output_of(0, [], "abort")]) == []
 
@@ -342,6 +347,7 @@ async def test_an_ingress_that_did_not_read_for_long_goes_on_elsewhere(engine: E
         stepping.cancel()
         assert output.finish_reason == "died" and "nobody read here" in output.error
         assert leader.is_lost
+    engine.close()
 
 
 # --- the event loop ---
