@@ -329,9 +329,9 @@ def test_what_is_loaded_is_no_garbage_and_large_buffers_go_back(server: Any) -> 
 @pytest.mark.feature("R01", "R21")
 def test_a_pool_is_deployed_with_its_replicas() -> None:
     app = build(deploy_config({"prefill.replicas": 2, "decode.replicas": 3}))
-    _, handles = app._bound_deployment.init_args
-    found = {name: pool._bound_deployment.num_replicas for name, pool in handles.items()}
-    assert found == {"prefill": 2, "decode": 3}
+    _, pools = app._bound_deployment.init_args
+    found = {pool._bound_deployment.name: pool._bound_deployment.num_replicas for pool in pools}
+    assert found == {"PrefillPool": 2, "DecodePool": 3}
 
 
 @pytest.mark.feature("R22")

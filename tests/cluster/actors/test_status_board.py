@@ -10,8 +10,10 @@ import pytest
 from cluster.actors import status_board as board_module
 from cluster.actors.reports import GroupReport, IngressReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
+from cluster.group.context import RankPlace, RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
+from cluster.observe.metrics import SchedulerStats
 
 TOKENS = ("generation_tokens_total",)
 
@@ -85,7 +87,8 @@ def test_replicas_of_another_deployment_are_outdated() -> None:
     board = StatusBoard(["mixed"])
 
     def push(replica: str, config_hash: str) -> None:
-        board.push(ReplicaReport("mixed", replica, "ready", GroupReport([], []), "", config_hash))
+        group = GroupReport([], [])
+        board.push(ReplicaReport("mixed", replica, "ready", group, config_hash=config_hash))
 
     def seen(config_hash: str | None) -> tuple[str, list[str]]:
         body = board.snapshot(config_hash)
@@ -97,3 +100,33 @@ def test_replicas_of_another_deployment_are_outdated() -> None:
     assert seen("old") == ("ready", ["ready", "outdated"])
     assert seen("new") == ("ready", ["outdated", "ready"])
     assert seen(None) == ("ready", ["ready", "ready"])
+
+
+def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_do() -> None:
+    """Which of them are theirs they see by the hash; a replica that is removed is gone at once."""
+    board = StatusBoard(["mixed"])
+    loads = [SchedulerStats(num_running=1), SchedulerStats(num_waiting=2)]
+    ranks = [
+        RankStats(RankPlace(dp_rank, 0, 3), 7, "node", "ready", scheduler=load)
+        for dp_rank, load in enumerate(loads)
+    ]
+    follower = RankStats(RankPlace(1, 1, 3), 8, "node", "ready")
+    group = GroupReport([*ranks, follower], [])
+    where: dict[str, Any] = {"epoch": 3, "inboxes": ("tcp://1", "tcp://2"), "config_hash": "ours"}
+    board.push(ReplicaReport("mixed", "a", "ready", group, **where, last_end="killed"))
+    other = {**where, "inboxes": ("tcp://3",), "config_hash": "theirs"}
+    board.push(ReplicaReport("mixed", "b", "draining", GroupReport([], []), **other))
+    board.push(ReplicaReport("mixed", "c", "restarting", GroupReport([], []), epoch=1))
+    found = board.poll(report("i"))["leaders"]
+    assert [(leader.engine_id, leader.epoch, leader.state, leader.inbox) for leader in found] == [
+        ("mixed/a/0", 3, "ready", "tcp://1"),
+        ("mixed/a/1", 3, "ready", "tcp://2"),
+        ("mixed/b/0", 3, "draining", "tcp://3"),
+    ]
+    assert [leader.load for leader in found[:2]] == loads
+    assert [(leader.config_hash, leader.last_end) for leader in found[1:]] == [
+        ("ours", "killed"),
+        ("theirs", ""),
+    ]
+    board.remove("mixed", "a")
+    assert [leader.replica_id for leader in board.poll(report("i"))["leaders"]] == ["b"]
