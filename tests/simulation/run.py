@@ -76,7 +76,7 @@ class Tally:
         loop = "overlapped" if schedule.is_overlapped else "plain"
         names.append(f"steps: {loop}, {beside} the host")
         names += ["had: aborts"] * bool(outcome.num_aborted)
-        names += ["had: lost aborts"] * schedule.loses_aborts
+        names += ["had: refusals"] * bool(outcome.num_refused)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
         names += ["had: handoff"] * bool(outcome.num_handoffs)
@@ -85,6 +85,7 @@ class Tally:
         self.totals.update(
             requests=outcome.num_requests,
             aborted=outcome.num_aborted,
+            refused=outcome.num_refused,
             attempts=outcome.num_resubmitted,
             preemptions=outcome.num_preemptions,
             handoffs=outcome.num_handoffs,

@@ -145,7 +145,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        self.fail(context.get("exception") or RuntimeError(context["message"]))
+        error = context.get("exception") or RuntimeError(context["message"])
+        if not isinstance(error, asyncio.CancelledError):  # of a `gather` that was itself cancelled
+            self.fail(error)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Leave it in the queue, where it will do nothing."""

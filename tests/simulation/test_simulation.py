@@ -75,7 +75,7 @@ def test_no_schedule_hangs_or_loses_a_token(tally: runner.Tally) -> None:
 def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -> None:
     wanted = {f"struck: {kind}" for kind in (*FATAL, *HARMLESS, LOST_CALLS, FAILED_START)}
     wanted |= {f"struck: {kind} in a transfer" for kind in IN_TRANSFER}
-    wanted |= {f"had: {what}" for what in ("aborts", "lost aborts", "pre-emption", "handoff")}
+    wanted |= {f"had: {what}" for what in ("aborts", "refusals", "pre-emption", "handoff")}
     wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"restarts: {n}" for n in (0, 1, 2)}
     loops = ("plain", "overlapped")
     wanted |= {f"steps: {loop}, {device} the host" for loop in loops for device in ("in", "beside")}
