@@ -111,6 +111,8 @@ class SimConnection:
         for encoded in frame.outputs:
             output: EngineOutput = decode(encoded, EngineOutput)
             self.ends[output.request_id] = output.finish_reason
+            if output.finish_reason:
+                self._world.on_stage_end(output.request_id)
             self._leader.deliver(output)
 
     # --- at the leader ----------------------------------------------------------------------------

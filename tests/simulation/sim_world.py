@@ -62,7 +62,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
 from cluster.group.context import RankPlace
 from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
-from cluster.kv.reads import ANSWER_TIMEOUT_S, KVPulls
+from cluster.kv.reads import KVPulls
 from cluster.rank.follower import FollowerLoop
 from cluster.wire.messages import (
     EngineOutput,
@@ -91,8 +91,6 @@ REST_S = 12.0
 MAX_PAUSE_S = 1.0
 ABORT_S = 0.01
 """Until engines are told that a client has left."""
-KV_FOUND_S = ANSWER_TIMEOUT_S + 1.0
-"""Until a reader gives up on a holder that does not answer."""
 LONGEST_DELAY = 4.0
 """Of the mean. A frame that is later is held up by a fault: else the shortest lease may end by bad
 luck alone, and a request be lost once more than its schedule's faults account for."""
@@ -191,7 +189,7 @@ class World:
         self._ways: dict[str, list[SimConnection]] = {}
         """By request where its last attempt was submitted."""
         self._progress_at: dict[str, float] = {}
-        """By request when it came, was submitted, or its client had an output: the latest of them."""
+        """By request when it came, was submitted, had an output or ended a stage: the latest."""
         self._faults = list(schedule.faults)
         self.fault = self._faults[0] if self._faults else None
         """The one that strikes next."""
@@ -410,10 +408,11 @@ class World:
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
-        if len(way) > 1:  # its KV may be lost as well
-            times[0] += KV_FOUND_S
-            times.append(self._calls_lost_until + KV_FOUND_S)
         return max(times, default=0.0)
+
+    def on_stage_end(self, attempt: str) -> None:
+        """An engine has said that a stage has ended, or that the KV for it is lost."""
+        self._progress_at[_request_of(attempt)] = self.loop.now
 
     def _is_one_healthy(self, pool: str, since: float) -> bool:
         return any(replica.healthy_from <= since for replica in self.replicas_of(pool))
