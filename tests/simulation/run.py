@@ -70,6 +70,7 @@ class Tally:
         self.num_schedules += 1
         self.steps[outcome.num_steps] += 1
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
+        names += [f"replicas: {n}" for n in {shape.num_replicas for shape in schedule.groups}]
         names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         beside = "beside" if schedule.has_device else "in"

@@ -351,6 +351,8 @@ class SimGroup(RankGroup):
                 self.world.replace(self.replica, fault)
             case _:
                 self.world.board.strike(fault)
+                for replica in self.world.replicas:
+                    replica.on_board_trouble()
 
     def _leader_of(self, rank: SimRank) -> SimLeader:
         return self.leaders[rank.dp_rank]

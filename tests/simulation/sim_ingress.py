@@ -101,6 +101,7 @@ class SimConnection:
         """The ingress hears of its end."""
         if self.is_open:
             self.is_open = False
+            self._world.on_deaths([each for each, end in self.ends.items() if not end])
             self._leader.on_end("its connection ended")
 
     def _take(self, body: bytes) -> None:

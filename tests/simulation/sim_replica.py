@@ -91,6 +91,11 @@ class SimReplica:
         over_at = inf if is_fatal else self._loop.now + fault.delay_s + lasts_s + LEARN_S
         self.healthy_from = max(self.healthy_from, over_at)
 
+    def on_board_trouble(self) -> None:
+        """What the ingress does not know of it yet takes longer."""
+        if self.healthy_from > self._loop.now:
+            self.healthy_from = max(self.healthy_from, self._world.board.trouble_until + LEARN_S)
+
     # --- what the core asks for -------------------------------------------------------------------
 
     def new_group(self, epoch: int) -> RankGroup:

@@ -7,7 +7,7 @@ clock, an address or the order of a set.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.engine.watchdog import Phase
 
@@ -15,6 +15,8 @@ VOCAB = 97
 MAX_MODEL_LEN = 64
 LONGEST = 48
 """Tokens of a sequence, prompt and output."""
+MAX_RANKS = 8
+"""Of all replicas that a schedule starts with."""
 MIN_STEPS = 40
 """Agreed steps with work; requests keep coming until there were as many."""
 WATCHDOG_S = 4.0
@@ -67,7 +69,8 @@ class Shape:
         return self.dp_size * self.tp_size
 
 
-MIXED = [Shape("mixed", dp, tp) for dp, tp in [(2, 1)] * 3 + [(3, 1)] * 2 + [(4, 1)]]
+ALONE = Shape("mixed", 1, 1)
+MIXED = [ALONE, *(Shape("mixed", dp, tp) for dp, tp in [(2, 1)] * 3 + [(3, 1)] * 2 + [(4, 1)])]
 MIXED += [Shape("mixed", dp, tp) for dp, tp in [(1, 2), (2, 2), (2, 2)]]
 PREFILL_AND_DECODE = [
     [Shape("prefill", prefill_dp, tp), Shape("decode", decode_dp, tp)]
@@ -161,9 +164,7 @@ def draw_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(seed)
     lease_s = rng.choice((0.3, 3.0))
-    is_mixed = rng.random() < 0.6
-    groups = [rng.choice(MIXED)] if is_mixed else rng.choice(PREFILL_AND_DECODE)
-    groups = [_with_replicas(rng, shape) for shape in groups]
+    groups = _draw_groups(rng)
     block_size = rng.choice((2, 4, 8))
     per_sequence = -(-LONGEST // block_size)
     is_full = rng.random() < 0.4
@@ -191,8 +192,15 @@ def draw_schedule(seed: int) -> Schedule:
     )
 
 
-def _with_replicas(rng: random.Random, shape: Shape) -> Shape:
-    return shape
+def _draw_groups(rng: random.Random) -> list[Shape]:
+    """Return one mixed pool, or a prefill and a decode pool, with their replicas."""
+    groups = [rng.choice(MIXED)] if rng.random() < 0.6 else rng.choice(PREFILL_AND_DECODE)
+    if groups == [ALONE]:
+        return [replace(ALONE, num_replicas=rng.choice((2, 3)))]
+    while True:
+        drawn = [replace(shape, num_replicas=rng.choice((1, 1, 2, 3))) for shape in groups]
+        if sum(shape.num_ranks * shape.num_replicas for shape in drawn) <= MAX_RANKS:
+            return drawn
 
 
 def draw_arrival(rng: random.Random, i: int, num_requests: int, has_aborts: bool) -> Arrival:

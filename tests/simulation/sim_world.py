@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, NoLeader
 from serve.pools.pool_core import PoolCore
+from serve.pools.quarantine import SHARED_DEATHS
 from serve.pools.router import LOST as LOST_ENDS
 from serve.pools.router import Router
 
@@ -186,6 +188,8 @@ class World:
         """By pool, replica and epoch."""
         self._tasks: list[asyncio.Task[None]] = []
         """Of Serve."""
+        self._num_deaths: Counter[str] = Counter()
+        """By request: of what ran it, as far as the ingress can tell."""
         self._ways: dict[str, list[SimConnection]] = {}
         """By request where its last attempt was submitted."""
         self._progress_at: dict[str, float] = {}
@@ -395,6 +399,8 @@ class World:
             self.outcome.num_resubmitted += 1
         late_from = max(self._progress_at[request_id], self._lost_by(way))
         pause_s = self.loop.now - late_from
+        if self._num_deaths[request_id] >= SHARED_DEATHS:
+            pause_s = 0.0  # it may have waited for another one's trial
         if pause_s > MAX_PAUSE_S and self._is_one_healthy(pool, late_from):
             raise Violation("too long a pause", f"{attempt}: {pause_s:.2f} s until {replica.pool}")
         known_by = max(replica.drains_from, self.board.trouble_until) + LEARN_S
@@ -409,6 +415,9 @@ class World:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
         return max(times, default=0.0)
+
+    def on_deaths(self, attempts: list[str]) -> None:
+        self._num_deaths.update(map(_request_of, attempts))
 
     def on_stage_end(self, attempt: str) -> None:
         """An engine has said that a stage has ended, or that the KV for it is lost."""
