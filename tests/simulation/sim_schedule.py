@@ -225,7 +225,7 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
     harmless = HARMLESS if is_mixed else (*HARMLESS, "pause", "pause")
     kinds += [rng.choice(harmless) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
     most = MAX_DEATHS if is_mixed else MAX_LOSSES
-    while sum(_num_losses(kind, is_mixed) for kind in kinds) > most:
+    while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > most:
         kinds.pop()
     rng.shuffle(kinds)
     faults = [_draw_fault(rng, kind, rng.choice(groups)) for kind in kinds]
@@ -237,10 +237,10 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
     return faults
 
 
-def _num_losses(kind: str, is_mixed: bool) -> int:
+def _num_losses(kind: str, is_mixed: bool, lease_s: float) -> int:
     """Return how often a fault may lose one request."""
     if kind in ("slow", "held link", *BOARD):
-        return 0
+        return 0 if is_mixed or lease_s >= 2 * SHORT_S else 1
     # Who is stopped is lost before its peers, which may get what it ran.
     return 2 if kind == "stop" or (kind in LATE and not is_mixed) else 1
 

@@ -57,6 +57,7 @@ from sim_schedule import (
     draw_arrival,
 )
 
+from cluster.actors.rank_group import STATS_TIMEOUT_S
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
@@ -257,6 +258,8 @@ class World:
         shapes = [shape for shape in self.schedule.groups for _ in range(shape.num_replicas)]
         await asyncio.gather(*map(self.start_replica, shapes))
         polling = self.loop.create_task(self._poll())
+        while not all(self.directory._able(shape.pool) for shape in self.schedule.groups):
+            await asyncio.sleep(POLL_S)  # until then the ingress answers with 503
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
         num_extra = 0
         while self.outcome.num_steps < MIN_STEPS or (self._faults and num_extra < MAX_EXTRA):
@@ -404,6 +407,8 @@ class World:
         if pause_s > MAX_PAUSE_S and self._is_one_healthy(pool, late_from):
             raise Violation("too long a pause", f"{attempt}: {pause_s:.2f} s until {replica.pool}")
         known_by = max(replica.drains_from, self.board.trouble_until) + LEARN_S
+        if connection.rank.group.struck:  # a rank that is stopped holds a report up
+            known_by += STATS_TIMEOUT_S
         if self.loop.now > known_by:
             raise Violation("sent to one that drains", f"{attempt}: {connection.rank.name}")
         if pool != "decode":
