@@ -50,8 +50,10 @@ POLL_S = 0.25
 """How often the ingress reads the board."""
 FORGOTTEN_S = 5.0
 """Until the board forgets a replica that it does not hear of."""
+HEARD_S = 0.7
+"""Until the ingress knows what a replica is, with a board that is well."""
 LEARN_S = 1.0
-"""Until the ingress knows what a replica is, and has its answer, with a board that is well."""
+"""Until it has its answer as well."""
 
 
 class SimConnection:

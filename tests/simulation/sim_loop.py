@@ -45,6 +45,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         """What runs before time goes on."""
         self._num_asked = 0
         self._error: BaseException | None = None
+        self._is_closing = False
         self._tasks: list[asyncio.Task[Any]] = []
 
     def after(self, delay: float, call: Callable[..., Any], *args: Any) -> None:
@@ -78,6 +79,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def close(self) -> None:
         """End what is left, whatever it makes of that."""
+        self._is_closing, self._error = True, None
         for _ in range(MAX_ROUNDS):
             left = [task for task in self._tasks if not task.done()]
             if not left:
@@ -86,7 +88,6 @@ class SimLoop(asyncio.AbstractEventLoop):
                 task.cancel()
             with suppress(Exception):
                 self.run(self.now)
-            self._error = None
 
     def stop(self) -> None:
         """Let `run` end after this event, whatever is left to do."""
@@ -95,7 +96,8 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def fail(self, error: BaseException) -> None:
         """Let `run` raise after this event: for whoever must not raise itself."""
-        self._error = self._error or error
+        if not self._is_closing:
+            self._error = self._error or error
 
     # --- what asyncio needs of a loop -------------------------------------------------------
 

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import log
@@ -32,7 +32,7 @@ from typing import Any
 from sim_check import check_scheduler
 from sim_group import SimGroup, SimHandle
 from sim_ingress import (
-    LEARN_S,
+    HEARD_S,
     POLL_S,
     SimBoard,
     SimConnection,
@@ -187,8 +187,8 @@ class World:
         """All that are not stopped yet."""
         self._groups: dict[tuple[str, int, int], SimGroup] = {}
         """By pool, replica and epoch."""
-        self._tasks: list[asyncio.Task[None]] = []
-        """Of Serve."""
+        self._serving: list[asyncio.Task[None]] = []
+        """What Serve does about replicas."""
         self._num_deaths: Counter[str] = Counter()
         """By request: of what ran it, as far as the ingress can tell."""
         self._ways: dict[str, list[SimConnection]] = {}
@@ -234,14 +234,22 @@ class World:
             max_wait_s=self.schedule.max_wait_s,
         )
         self.router = self.plants.router(self.directory, self.schedule.groups[0].pool, tick)
-        self._main_task = self.loop.create_task(self._main())
+        self._main_task = self._spawn(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
     def _on_main_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.loop.fail(error)
         self._is_done = True
         self.loop.stop()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something whose error is the simulation's."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.loop.fail(error)
 
     def _where(self) -> str:
         texts = [f"struck {self.outcome.struck}"]
@@ -257,7 +265,7 @@ class World:
     async def _main(self) -> None:
         shapes = [shape for shape in self.schedule.groups for _ in range(shape.num_replicas)]
         await asyncio.gather(*map(self.start_replica, shapes))
-        polling = self.loop.create_task(self._poll())
+        polling = self._spawn(self._poll())
         while not all(self.directory._able(shape.pool) for shape in self.schedule.groups):
             await asyncio.sleep(POLL_S)  # until then the ingress answers with 503
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
@@ -267,7 +275,8 @@ class World:
             num_extra += len(arrivals)
             await asyncio.gather(*map(self._client, arrivals))
         self._faults, self.fault = [], None
-        await asyncio.gather(*self._tasks)
+        while not all(task.done() for task in self._serving):
+            await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLE_S)
         for replica in self.replicas:
             while replica.core.state != "ready" or self._fatal(replica.group):
@@ -281,11 +290,14 @@ class World:
         await asyncio.gather(*(replica.core.stop() for replica in self.replicas))
 
     async def _poll(self) -> None:
-        """Do what `IngressCore` does four times a second."""
+        """Read the board as `IngressCore` does, and take answers in any order."""
         while True:
-            with suppress(TimeoutError):
-                self.directory.see(await self.board.poll())
+            self._spawn(self._refresh())
             await asyncio.sleep(POLL_S)
+
+    async def _refresh(self) -> None:
+        with suppress(TimeoutError):
+            self.directory.see(await self.board.poll())
 
     def _extra(self, i: int) -> Arrival:
         arrival = draw_arrival(self.rng, i, 8, has_aborts=False)
@@ -372,7 +384,7 @@ class World:
         await replica.start()
 
     def replace(self, replica: SimReplica, fault: Fault) -> None:
-        self._tasks.append(self.loop.create_task(replace(self, replica, fault)))
+        self._serving.append(self._spawn(replace(self, replica, fault)))
 
     # --- what connections tell --------------------------------------------------------------------
 
@@ -406,7 +418,7 @@ class World:
             pause_s = 0.0  # it may have waited for another one's trial
         if pause_s > MAX_PAUSE_S and self._is_one_healthy(pool, late_from):
             raise Violation("too long a pause", f"{attempt}: {pause_s:.2f} s until {replica.pool}")
-        known_by = max(replica.drains_from, self.board.trouble_until) + LEARN_S
+        known_by = max(replica.drains_from, self.board.trouble_until) + HEARD_S
         if connection.rank.group.struck:  # a rank that is stopped holds a report up
             known_by += STATS_TIMEOUT_S
         if self.loop.now > known_by:
