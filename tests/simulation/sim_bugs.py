@@ -174,7 +174,9 @@ class _SleepsUntilARequest(SimLeader):
 
     def _sleep(self) -> None:
         self.step_stats.wait(self.last_step, is_asleep=True)
-        while not (self._inbox.frames or self.peers.has_frames or self.has_rung or self._has_reports):
+        while not (
+            self._inbox.frames or self.peers.has_frames or self.has_rung or self._has_reports
+        ):
             self.is_asleep = True
             self.process.sleep(MAX_SLEEP_S)
         self.is_asleep = self.has_rung = False

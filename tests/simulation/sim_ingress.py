@@ -18,6 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from errno import EHOSTUNREACH
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -67,6 +68,7 @@ class SimConnection:
         self.aborted: set[str] = set()
         self.is_open = True
         """At the ingress."""
+        self.ended_at = inf
         self._is_accepted = self._is_forgotten = False
         """At the leader."""
         self._will_lose = self._is_broken = False
@@ -95,6 +97,7 @@ class SimConnection:
         if self.is_open:
             self._world.on_close(self)
         self.is_open = False
+        self.ended_at = self._loop.now
         if not self._is_broken:
             call = self.rank.process.call
             self._loop.at(self._arrival(is_back=False), call, self._forget)
@@ -114,8 +117,8 @@ class SimConnection:
         for encoded in frame.outputs:
             output: EngineOutput = decode(encoded, EngineOutput)
             self.ends[output.request_id] = output.finish_reason
-            if output.finish_reason:
-                self._world.on_stage_end(output.request_id)
+            if output.finish_reason and output.request_id not in self.aborted:
+                self._world.on_stage_end(output)
             self._leader.deliver(output)
 
     # --- at the leader ----------------------------------------------------------------------------

@@ -436,9 +436,18 @@ class World:
     def on_deaths(self, attempts: list[str]) -> None:
         self._num_deaths.update(map(_request_of, attempts))
 
-    def on_stage_end(self, attempt: str) -> None:
+    def on_stage_end(self, output: EngineOutput) -> None:
         """An engine has said that a stage has ended, or that the KV for it is lost."""
-        self._progress_at[_request_of(attempt)] = self.loop.now
+        request_id = _request_of(output.request_id)
+        if output.finish_reason == FinishReason.KV_LOST:
+            holder, *_ = self._ways[request_id]
+            late_from = max(holder.ended_at, self._progress_at[request_id])
+            if self.loop.now - late_from > MAX_PAUSE_S and self._is_one_healthy(
+                holder.rank.group.pool, late_from
+            ):
+                text = f"{output.request_id}: {self.loop.now - late_from:.2f} s: {output.error}"
+                raise Violation("waits for lost KV", text)
+        self._progress_at[request_id] = self.loop.now
 
     def _is_one_healthy(self, pool: str, since: float) -> bool:
         return any(replica.healthy_from <= since for replica in self.replicas_of(pool))
