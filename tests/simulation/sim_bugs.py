@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 from sim_group import SimGroup, SimHandle
-from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
 from sim_ingress import SimConnection, SimInbox, SimOutputSender
+from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd

@@ -249,8 +249,7 @@ class SimOutputSender(OutputSender):
 
 
 class SimBoard:
-    """The status board: what replicas push, and what the ingress reads of it. It may be silent, late
-    or made anew."""
+    """The status board: what replicas push, and what the ingress reads of it."""
 
     def __init__(self, world: World) -> None:
         self._loop, self._random = world.loop, world.rng.random

@@ -64,7 +64,7 @@ class SimReplica:
         self.drains_from, self.healthy_from = self._loop.now, inf
         is_drained = self.core.state == "ready"
         await self.core.drain()
-        if is_drained and self.core.state == "draining":
+        if is_drained and self.core.state in ("ready", "draining"):
             self._check_drained()
         await self.core.stop()
         self._world.board.remove(self.pool, self.replica_id)
