@@ -91,8 +91,9 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def stop(self) -> None:
         """Let `run` end after this event, whatever is left to do."""
-        self._ready.clear()
-        self._events.clear()
+        if not self._is_closing:
+            self._ready.clear()
+            self._events.clear()
 
     def fail(self, error: BaseException) -> None:
         """Let `run` raise after this event: for whoever must not raise itself."""
