@@ -64,6 +64,8 @@ class Leader:
         self._on_change = on_change
         self._running: dict[str, tuple[Mailbox, int]] = {}
         """By request id, with its tokens when it came."""
+        self._handed_over: dict[str, Mailbox] = {}
+        """By request id: its KV is here until another leader has read it."""
         self._num_others = 0
         self._aborts: list[str] = []
         self._connection = connect(report.inbox, self)
@@ -99,11 +101,16 @@ class Leader:
     def abort(self, request_id: str) -> None:
         """Have a request dropped that runs here, or whose KV is held here."""
         self._running.pop(request_id, None)
+        self.release(request_id)
         if self.is_lost:
             return
         if not self._aborts:  # those of one client, or of many that leave together, in one frame
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._aborts.append(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Note that a request that was handed over does not need its KV here any more."""
+        self._handed_over.pop(request_id, None)
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, []
@@ -126,6 +133,8 @@ class Leader:
             return  # it was let go, and its abort is on its way
         if output.finish_reason:
             del self._running[output.request_id]
+        if output.handoff is not None:
+            self._handed_over[output.request_id] = mailbox
         mailbox.put(output)
 
     def on_end(self, why: str) -> None:
@@ -139,6 +148,10 @@ class Leader:
             log.warning("%s: %s; %d requests go on elsewhere", self, why, len(running))
         for request_id, (mailbox, _) in running.items():
             mailbox.put(EngineOutput.ended(request_id, FinishReason.DIED, f"{self}: {why}"))
+        # Whoever reads from a process that is gone would find out after seconds.
+        handed_over, self._handed_over = self._handed_over, {}
+        for request_id, mailbox in handed_over.items():
+            mailbox.put(EngineOutput.ended(request_id, FinishReason.KV_LOST, f"{self}: {why}"))
 
 
 class Directory:

@@ -111,6 +111,8 @@ class Router:
                 if is_first and output.token_ids:
                     record.on_engine_output(output.queued_us)
                     is_first = False
+                    for leader in leaders[:-1]:
+                        leader.release(request.request_id)
                 if output.finish_reason == FinishReason.HANDOFF:
                     record.on_handover()
                     is_first = True
@@ -128,9 +130,10 @@ class Router:
                 yield output
         finally:
             record.on_engines([leader.report.engine_id for leader in leaders])
-            if not has_ended:
-                # Lost, or its client left: engines that hold some of it must let go.
-                for leader in leaders:
+            for leader in leaders:
+                if has_ended:
+                    leader.release(request.request_id)
+                else:  # lost, or its client left: engines that hold some of it must let go
                     leader.abort(request.request_id)
 
 

@@ -27,6 +27,7 @@ FORWARD = "tests/cluster/rank/test_forward.py"
 TRACES = "tests/cluster/engine/test_random_traces.py"
 AHEAD = "tests/serve/test_llm_overlap.py"
 WIRED = "tests/serve/test_wired.py"
+SIMULATED = "tests/simulation/test_simulation.py::test_no_schedule_hangs_or_loses_a_token"
 REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
 
@@ -405,8 +406,69 @@ MUTATIONS = (
     Mutation(
         "An ended KV read is told to the client as the end of its answer.",
         "serve/pools/router.py",
-        {"    FinishReason.KV_LOST,\n    FinishReason.REFUSED,": "    FinishReason.REFUSED,"},
-        ("tests/serve/pools/test_router.py",),
+        {"    FinishReason.KV_LOST,\n    FinishReason.DIED,": "    FinishReason.DIED,"},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A connection ends, and what ran over it waits for ever.",
+        "serve/pools/directory.py",
+        {
+            "running, self._running = self._running, {}\n": "running: dict[str, Any] = {}\n",
+            "from typing import Protocol": "from typing import Any, Protocol",
+        },
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A leader is chosen before it has answered, or after its connection has ended.",
+        "serve/pools/directory.py",
+        {'return self._is_welcome and self.report.state == "ready"': "return True"},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A leader is chosen that drains.",
+        "serve/pools/directory.py",
+        {
+            'return self._is_welcome and self.report.state == "ready"': (
+                'return self._is_welcome and self.report.state in ("ready", "draining")'
+            )
+        },
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A leader whose connection was cut is not connected to again.",
+        "serve/pools/directory.py",
+        {"known is not None and not known.is_lost and report.epoch": "known and report.epoch"},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A late report of an epoch that is over ends the connection to the next one.",
+        "serve/pools/directory.py",
+        {"if known is not None and report.epoch < known.report.epoch:": "if False:"},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "Nobody tells an engine that a client has left.",
+        "serve/pools/directory.py",
+        {"        self._aborts.append(request_id)\n": ""},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A request waits for KV whose holder is gone until its reader gives up.",
+        "serve/pools/directory.py",
+        {"self._handed_over[output.request_id] = mailbox": "pass"},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A leader runs on what an ingress asked for that has left.",
+        "cluster/rank/leader.py",
+        {"self.engine.scheduler.abort(lost)": "pass"},
+        (SIMULATED,),
+    ),
+    Mutation(
+        "A replica that drains does not wait for what runs there.",
+        "serve/pools/pool_core.py",
+        {"IDLE_REPORTS = 4\n": "IDLE_REPORTS = 0\n"},
+        (SIMULATED,),
     ),
     Mutation(
         "The application is built without its keys (R18).",
@@ -421,9 +483,9 @@ MUTATIONS = (
         (WIRED,),
     ),
     Mutation(
-        "A group's first engine is chosen for every request (P08).",
-        "serve/pools/pool_core.py",
-        {"router.take(num_tokens)": "router.take(num_tokens) * 0"},
+        "A pool's first leader is chosen for every request (P08).",
+        "serve/pools/chooser.py",
+        {"return min(in_turn, key=costs.__getitem__)": "return 0"},
         (WIRED,),
     ),
     Mutation(

@@ -20,6 +20,8 @@ from planted import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
+NUM_SCHEDULES = "400"
+"""Of the simulator: enough for each of the bugs that it is to find."""
 
 
 def mutated(mutation: Mutation, source: str) -> str:
@@ -53,7 +55,12 @@ def failing_tests(mutation: Mutation) -> list[str]:
         copy_tracked(tree)
         path = tree / mutation.path
         path.write_text(mutated(mutation, path.read_text()))
-        environment = {**os.environ, "PYTHONPATH": str(tree), "LOCKSTEP_CACHE_ROOT": f"{tree}/.c"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "LOCKSTEP_CACHE_ROOT": f"{tree}/.c",
+            "LOCKSTEP_SIMULATION_SCHEDULES": NUM_SCHEDULES,
+        }
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-rfE", *mutation.tests],
             cwd=tree,

@@ -51,6 +51,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     """By ranks, faults, features, epochs and outcome."""
     totals: Counter[str] = field(default_factory=Counter)
+    longest_pause_s: float = 0.0
     findings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -69,14 +70,16 @@ class Tally:
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
         self.steps[outcome.num_steps] += 1
+        self.longest_pause_s = max(self.longest_pause_s, outcome.longest_pause_s)
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
+        names += [f"replicas: {n}" for n in {shape.num_replicas for shape in schedule.groups}]
         names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         beside = "beside" if schedule.has_device else "in"
         loop = "overlapped" if schedule.is_overlapped else "plain"
         names.append(f"steps: {loop}, {beside} the host")
         names += ["had: aborts"] * bool(outcome.num_aborted)
-        names += ["had: lost aborts"] * schedule.loses_aborts
+        names += ["had: refusals"] * bool(outcome.num_refused)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
         names += ["had: handoff"] * bool(outcome.num_handoffs)
@@ -85,6 +88,7 @@ class Tally:
         self.totals.update(
             requests=outcome.num_requests,
             aborted=outcome.num_aborted,
+            refused=outcome.num_refused,
             attempts=outcome.num_resubmitted,
             preemptions=outcome.num_preemptions,
             handoffs=outcome.num_handoffs,
@@ -101,6 +105,8 @@ class Tally:
             f"agreed steps with work: least {min(self.steps)}, p50 {self._steps_at(0.5)}, "
             f"p99 {self._steps_at(0.99)}, most {max(self.steps)}"
         )
+        pause = f"{self.longest_pause_s:.2f} s"
+        yield f"longest pause beyond the time to detect, with a healthy replica: {pause}"
         for name, count in sorted(self.counts.items()):
             yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
         for name, count in sorted(self.totals.items()):

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from sim_group import SimGroup, SimHandle
+from sim_ingress import SimConnection, SimInbox, SimOutputSender
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
-from sim_world import Plants, SimPool
+from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
+from cluster.actors.reports import LeaderReport
 from cluster.engine import sequence
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine, agree
@@ -28,7 +30,9 @@ from cluster.rank.follower import FollowerLoop
 from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import (
     PENDING,
+    Abort,
     EngineOutput,
+    Inbound,
     KVAnswer,
     KVSource,
     SampledTokens,
@@ -40,6 +44,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
+from serve.pools.directory import Directory, Leader
 from serve.pools.pool_core import PoolCore
 
 T = TypeVar("T")
@@ -103,10 +108,12 @@ class _StaysInItsEpoch(SimLeader):
             self.scheduler = self._scheduler()
 
 
-@planted("leader", "a dropped abort")
-class _DropsAborts(SimLeader):
-    def abort(self, request_ids: list[str]) -> None:
-        """Forget it."""
+@planted("inbox", "a dropped abort")
+class _DropsAborts(SimInbox):
+    def take(self) -> Iterator[tuple[bytes, Any]]:
+        for peer, message in super().take():
+            if not isinstance(message, Abort):
+                yield peer, message
 
 
 @planted("machine", "dispatch on a rank's own batch")
@@ -167,7 +174,9 @@ class _SleepsUntilARequest(SimLeader):
 
     def _sleep(self) -> None:
         self.step_stats.wait(self.last_step, is_asleep=True)
-        while not (self.inbox or self.peers.has_frames or self.has_rung or self._has_reports):
+        while not (
+            self._inbox.frames or self.peers.has_frames or self.has_rung or self._has_reports
+        ):
             self.is_asleep = True
             self.process.sleep(MAX_SLEEP_S)
         self.is_asleep = self.has_rung = False
@@ -188,7 +197,7 @@ class _HidesItsVote(SimLeader):
 class _SleepsThroughVotes(SimLeader):
     def _sleep(self) -> None:
         self.step_stats.wait(self.last_step, is_asleep=True)
-        while not (self.inbox or self.has_rung):
+        while not (self._inbox.frames or self.has_rung):
             self.is_asleep = True
             self.process.wait()
             self.is_asleep = False
@@ -204,18 +213,80 @@ class _EndsWithTheFirst(SimLeader):
                 self._sleep()
 
 
-@planted("pool", "a resubmission that forgets its outputs")
-class _ForgetsOutputs(SimPool):
-    def generate(self, request_id: str, frame: bytes) -> asyncio.Task[str]:
-        submit: Submit = decode(frame, Submit)
-        request = msgspec.structs.replace(submit.request, output_token_ids=[])
-        return super().generate(request_id, encode(Submit(request, submit.handoff)))
+@planted("connection", "a resubmission that forgets its outputs")
+class _ForgetsOutputs(SimConnection):
+    def send(self, body: bytes) -> None:
+        match decode(body, Inbound):
+            case Submit(request, handoff):
+                request = msgspec.structs.replace(request, output_token_ids=[])
+                body = encode(Submit(request, handoff))
+        super().send(body)
 
 
-@planted("pool_core", "a restart that forgets open requests")
-class _LosesOpenRequests(PoolCore):
-    def _lose(self, reason: str) -> None:
-        self._enter("restarting", reason)
+@planted("connection", "a connection's end that is ignored")
+class _NeverEnds(SimConnection):
+    def end(self) -> None:
+        self.is_open = False
+
+
+@planted("connection", "an abort that is not sent")
+class _SendsNoAborts(SimConnection):
+    def send(self, body: bytes) -> None:
+        if not isinstance(decode(body, Inbound), Abort):
+            super().send(body)
+
+
+@planted("output_sender", "outputs for an ingress that is gone")
+class _RunsForNobody(SimOutputSender):
+    def send(self, outputs: list[EngineOutput]) -> list[str]:
+        super().send(outputs)
+        return []
+
+
+@planted("directory", "a stale entry of the directory that is used")
+class _UsesStaleEntries(Directory):
+    def _able(self, pool: str) -> list[Leader]:
+        return [each for each in self._leaders.values() if each.report.pool == pool]
+
+
+@planted("directory", "a leader chosen that drains")
+class _ChoosesWhoDrains(Directory):
+    def _able(self, pool: str) -> list[Leader]:
+        leaders = [each for each in self._leaders.values() if each.report.pool == pool]
+        return [each for each in leaders if each._is_welcome]
+
+
+@planted("directory", "a report of an epoch that is over")
+class _GoesBack(Directory):
+    def see(self, reports: Iterable[LeaderReport]) -> None:
+        for report in reports:
+            known = self._leaders.get(report.engine_id)
+            if known is not None and report.epoch < known.report.epoch:
+                del self._leaders[report.engine_id]
+                known.on_end("it is older")
+            super().see([report])
+
+
+@planted("directory", "news that wake nobody")
+class _WakesNobody(Directory):
+    def _wake(self) -> None:
+        """Let them wait."""
+
+
+@planted("pool_core", "a drain that nobody hears of")
+class _DrainsInSecret(PoolCore):
+    def _enter(self, state: str, error: str = "") -> None:
+        if state != "draining":
+            super()._enter(state, error)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(1.5)
+
+
+@planted("pool_core", "a drain that waits for nothing")
+class _DrainsAtOnce(PoolCore):
+    async def drain(self) -> None:
+        self._enter("draining")
 
 
 @planted("group", "a watchdog that never ticks")

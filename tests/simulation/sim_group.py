@@ -9,20 +9,26 @@ What all ranks must do alike is checked here, as they do it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import TYPE_CHECKING, Any
 
+from sim_ingress import BEAT_S, RESET_S, SILENT_S
 from sim_kv import handoff_terms
 from sim_loop import Process, Violation
 from sim_rank import SimFollower, SimLeader, SimRank
-from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
+from sim_replica import SimReplica
+from sim_schedule import BOARD, FAILED_START, FATAL, IN_STEP, WATCHDOG_S, Fault
 
-from cluster.actors.rank_group import CallEnd, RankGroup
+from cluster.actors.rank_group import BLAME_S, HEARTBEAT_PERIOD_S, CallEnd, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
+from cluster.group.context import RankStats
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import HandoffMetadata
+from cluster.observe.counts import Counts
 from cluster.observe.logs import last_line
+from cluster.observe.metrics import SchedulerStats
 from cluster.wire.messages import EngineOutput, StepAgreement
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
 NEWS_S = 0.01
 """Until an owner hears that a process died, and a rank in a collective that its peer did."""
+FOUND_BY_WATCHDOG_S = WATCHDOG_S + 3 * HEARTBEAT_PERIOD_S
 
 
 class SimHandle:
@@ -60,26 +67,32 @@ class SimHandle:
         await asyncio.sleep(0.2 + 0.4 * self._rng.random())
         if self._rank.process.is_dead or self._group.fails_to_start(self._rank):
             return CallEnd(cause="its process died", is_death=True)
-        return CallEnd(f"{self._group.pool}/{self._rank.epoch}/{self._rank.dp_rank}")
+        return CallEnd(self._rank.inbox_address if isinstance(self._rank, SimLeader) else "")
 
     def run(self) -> Awaitable[CallEnd]:
         self._loop.after(self._rng.random() * 0.01, self._rank.start)
         return self._end
 
     def heartbeat(self) -> Awaitable[CallEnd]:
+        return self._asked(self._rank.step_stats.heartbeat)
+
+    def _asked(self, question: Callable[[], Any]) -> Awaitable[CallEnd]:
         """Ask the process, which answers as soon as it is not stopped."""
         answer: asyncio.Future[CallEnd] = self._loop.create_future()
         self._calls = [call for call in self._calls if not call.done()] + [answer]
-        self._loop.after(
-            0.001 + 0.01 * self._rng.random(), self._rank.process.call, self._tell, answer
-        )
+        late_s = 0.001 + 0.01 * self._rng.random()
+        self._loop.after(late_s, self._rank.process.call, _answer, answer, question)
         return answer
 
-    def _tell(self, answer: asyncio.Future[CallEnd]) -> None:
-        _end(answer, CallEnd(self._rank.step_stats.heartbeat()))
-
     def stats(self) -> Awaitable[CallEnd]:
-        raise NotImplementedError
+        return self._asked(self._figures)
+
+    def _figures(self) -> tuple[RankStats, None, Counts]:
+        rank = self._rank
+        load = rank.scheduler.stats() if isinstance(rank, SimLeader) else SchedulerStats()
+        state = "ready" if rank.is_running else "loading"
+        place = self._group.places[rank.index]
+        return RankStats(place, rank.index, "node", state, scheduler=load), None, {}
 
     def stop(self) -> None:
         """Tell the rank, a bit later."""
@@ -91,6 +104,10 @@ class SimHandle:
         self.on_death()
 
 
+def _answer(call: asyncio.Future[CallEnd], question: Callable[[], Any]) -> None:
+    _end(call, CallEnd(question()))
+
+
 def _end(call: asyncio.Future[CallEnd], end: CallEnd) -> None:
     if not call.done():
         call.set_result(end)
@@ -99,10 +116,11 @@ def _end(call: asyncio.Future[CallEnd], end: CallEnd) -> None:
 class SimGroup(RankGroup):
     """The ranks of one epoch."""
 
-    def __init__(self, world: World, shape: Shape, epoch: int) -> None:
+    def __init__(self, world: World, replica: SimReplica, epoch: int) -> None:
+        shape = replica.shape
         parallel = ParallelConfig(shape.tp_size, shape.dp_size)
         super().__init__(parallel, (), watchdog_s=WATCHDOG_S, epoch=epoch)
-        self.world = world
+        self.world, self.replica = world, replica
         self.loop, self.rng = world.loop, world.rng
         self.schedule, self.plants = world.schedule, world.plants
         self.pool, self.dp_size, self.tp_size = shape.pool, shape.dp_size, shape.tp_size
@@ -119,6 +137,8 @@ class SimGroup(RankGroup):
         self.handles += [self.plants.handle(rank) for rank in self.ranks]
         self.struck: list[Fault] = []
         """Faults that struck this epoch."""
+        self._found_by: list[tuple[int, float, float]] = []
+        """Of what struck: by when it is found, on a rank's own connection and on all others."""
         self.diverged_at = 0
         """The step for which a rank was told something else, if one was."""
         self._agreed: dict[int, StepAgreement] = {}
@@ -139,7 +159,7 @@ class SimGroup(RankGroup):
     def metadata(self, dp_rank: int) -> HandoffMetadata | None:
         if self.role is Role.MIXED:
             return None
-        return handoff_terms(self.pool, self.epoch, dp_rank, self.tp_size, self.schedule.lease_s)
+        return handoff_terms(self, dp_rank)
 
     # --- the owner's calls --------------------------------------------------------------------
 
@@ -217,7 +237,7 @@ class SimGroup(RankGroup):
         step, ended_step = self.diverged_at, leader.runner.ended_step
         if step and ended_step >= step and any(output.token_ids for output in outputs):
             raise Violation("divergence ignored", f"{leader.name}: a token of step {step} left")
-        self.world.send_outputs(self.pool, leader.dp_rank, self.epoch, outputs)
+        self.world.on_outputs(self.epoch, outputs)
 
     # --- how ranks end --------------------------------------------------------------------------
 
@@ -257,13 +277,29 @@ class SimGroup(RankGroup):
 
     # --- faults -----------------------------------------------------------------------------------
 
+    def is_target(self, fault: Fault) -> bool:
+        return fault.pool == self.pool and self.world.target(fault) is self.replica
+
     def strike(self, fault: Fault) -> None:
         self.struck.append(fault)
+        own_s, others_s = found_within(fault)
+        self._found_by.append((fault.rank, self.loop.now + own_s, self.loop.now + others_s))
+        if fault.kind not in BOARD:
+            self.replica.strike(fault, is_fatal=fault.kind in FATAL, lasts_s=others_s)
         self.world.on_strike(fault)
+
+    def on_replica_killed(self) -> None:
+        now = self.loop.now
+        self._found_by.append((0, now + NEWS_S, now + NEWS_S))
+
+    def found_by(self, rank: SimRank) -> float:
+        """Return by when requests of a leader must know of all that has struck."""
+        times = [own if rank.index == at else others for at, own, others in self._found_by]
+        return max(times, default=0.0)
 
     def on_phase(self, rank: SimRank, fault: Fault) -> None:
         """A rank comes to the phase of the next fault: let it strike if it is due here."""
-        if fault.kind not in IN_STEP or fault.in_transfer or fault.pool != self.pool:
+        if fault.kind not in IN_STEP or fault.in_transfer or not self.is_target(fault):
             return
         if rank.last_step + 1 < fault.step:
             return
@@ -284,7 +320,7 @@ class SimGroup(RankGroup):
         fault = self.world.fault
         if fault is None or not fault.in_transfer or fault.rank != rank.index:
             return
-        is_due = fault.pool == self.pool and rank.last_step + 1 >= fault.step
+        is_due = self.is_target(fault) and rank.last_step + 1 >= fault.step
         if is_due and not rank.process.is_dead:
             self.strike(fault)
             self._signal(rank, fault)
@@ -294,15 +330,64 @@ class SimGroup(RankGroup):
         match fault.kind:
             case "kill":
                 self.loop.after(fault.delay_s, self.die, rank)
-            case "stop" | "pause":
-                self.loop.after(fault.delay_s, process.stop)
-                if fault.kind == "pause":
-                    self.loop.after(fault.delay_s + fault.duration_s, process.resume)
-            case "drain":
+            case "stop":
+                self.loop.after(fault.delay_s, self._stop, rank, inf)
+            case "pause":
+                self.loop.after(fault.delay_s, self._stop, rank, fault.duration_s)
+                self.loop.after(fault.delay_s + fault.duration_s, process.resume)
+            case "told to stop":
                 for other in self.leaders:
                     self.loop.after(0.05 * self.rng.random(), other.tell_to_stop)
             case "lost calls":
                 self.world.lose_calls(fault.duration_s)
+            case "cut":
+                for connection in self.world.connections_to(self._leader_of(rank)):
+                    connection.lose_next()
+            case "partition":
+                leader = self._leader_of(rank)
+                leader.unreachable_until = self.loop.now + fault.duration_s
+                self._silence(leader, fault.duration_s)
+            case "drain":
+                self.world.replace(self.replica, fault)
+            case _:
+                self.world.board.strike(fault)
+                for replica in self.world.replicas:
+                    replica.on_board_trouble()
+
+    def _leader_of(self, rank: SimRank) -> SimLeader:
+        return self.leaders[rank.dp_rank]
+
+    def _stop(self, rank: SimRank, for_s: float) -> None:
+        rank.process.stop()
+        if isinstance(rank, SimLeader):
+            self._silence(rank, for_s)
+
+    def _silence(self, leader: SimLeader, for_s: float) -> None:
+        for connection in self.world.connections_to(leader):
+            connection.on_silence(self.loop.now + for_s)
+
+
+def found_within(fault: Fault) -> tuple[float, float]:
+    """Return how long it takes at most until the ingress knows of a fault by the connection to the
+    rank that it strikes, if that is a leader, and by those to the others of its group."""
+    s = fault.delay_s + fault.duration_s
+    silent_s = fault.delay_s + SILENT_S + BEAT_S + RESET_S
+    match fault.kind:
+        case "kill":
+            return fault.delay_s + NEWS_S + RESET_S, fault.delay_s + BLAME_S + 2 * NEWS_S
+        case "stop":
+            return silent_s, FOUND_BY_WATCHDOG_S
+        case "pause":
+            return min(s, silent_s), s
+        case "partition":
+            return silent_s, silent_s
+        case "stall" | "lost link" | "lost frame":
+            return FOUND_BY_WATCHDOG_S, FOUND_BY_WATCHDOG_S
+        case "told to stop" | "diverge" | "altered plan" | "cut":
+            return BLAME_S + 0.5, BLAME_S + 0.5
+        case "slow" | "held link" | "lost calls":
+            return s, s
+    return RESET_S, RESET_S
 
 
 def _wake_all(waits: list[tuple[Process, int]]) -> None:

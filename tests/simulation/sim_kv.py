@@ -27,6 +27,7 @@ from cluster.kv.transport.server import KVServer, ProvedCall
 from cluster.wire.messages import KVAnswer, KVCall, KVSource, RankProcess, decode, encode
 
 if TYPE_CHECKING:
+    from sim_group import SimGroup
     from sim_rank import SimRank
 
 BLOCK_BYTES = CHUNK_BYTES // 2
@@ -41,27 +42,27 @@ Block = list[Cell | None]
 POOLS = ("mixed", "prefill", "decode")
 
 
-def kv_address(pool: str, epoch: int, index: int) -> str:
-    return f"tcp://10.{POOLS.index(pool)}.{epoch}.{index}:1"
+def kv_address(group: SimGroup, index: int) -> str:
+    return f"tcp://{POOLS.index(group.pool)}.{group.replica.number}.{group.epoch}.{index}:1"
 
 
-def place_of(address: str) -> tuple[str, int, int]:
-    _, pool, epoch, index = address.removeprefix("tcp://").removesuffix(":1").split(".")
-    return POOLS[int(pool)], int(epoch), int(index)
+def place_of(address: str) -> tuple[str, int, int, int]:
+    """Return the pool, replica and epoch of a group, and the index of its rank."""
+    pool, *place = map(int, address.removeprefix("tcp://").removesuffix(":1").split("."))
+    replica, epoch, index = place
+    return POOLS[pool], replica, epoch, index
 
 
-def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
-    address = kv_address(pool, epoch, index)
-    return KVSource(tp_rank, "node", index, 0, address, RankProcess(epoch, address))
+def kv_source(group: SimGroup, tp_rank: int, index: int) -> KVSource:
+    address = kv_address(group, index)
+    return KVSource(tp_rank, "node", index, 0, address, RankProcess(group.epoch, address))
 
 
-def handoff_terms(
-    pool: str, epoch: int, dp_rank: int, tp_size: int, lease_s: float
-) -> HandoffMetadata:
+def handoff_terms(group: SimGroup, dp_rank: int) -> HandoffMetadata:
     sources = []
-    for tp_rank in range(tp_size):
-        sources.append(kv_source(pool, epoch, tp_rank, dp_rank * tp_size + tp_rank))
-    return HandoffMetadata(sources, BLOCK_BYTES, LAYOUT, lease_s)
+    for tp_rank in range(group.tp_size):
+        sources.append(kv_source(group, tp_rank, dp_rank * group.tp_size + tp_rank))
+    return HandoffMetadata(sources, BLOCK_BYTES, LAYOUT, group.schedule.lease_s)
 
 
 class SimThread:
@@ -100,7 +101,7 @@ class SimServer(KVServer):
     def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
         self._rank = rank
         schedule, plants = rank.group.schedule, rank.group.plants
-        self._source = kv_source(rank.group.pool, rank.epoch, rank.tp_rank, rank.index)
+        self._source = kv_source(rank.group, rank.tp_rank, rank.index)
         self._holder = plants.kv_holder(schedule.lease_s, rank.group.loop.time)
         self._max_blocks = max_chunk_blocks(BLOCK_BYTES)
         self._lock = threading.Lock()
@@ -142,7 +143,7 @@ class SimPuller(KVPuller):
     def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
         group = rank.group
         self._rank, self._world = rank, group.world
-        self.address = kv_address(group.pool, rank.epoch, rank.index)
+        self.address = kv_address(group, rank.index)
         self._ids = CallIds()
         self._answers: list[tuple[KVSource, KVAnswer, list[Any]]] = []
         self._transport: Any = self

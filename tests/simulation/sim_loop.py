@@ -45,6 +45,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         """What runs before time goes on."""
         self._num_asked = 0
         self._error: BaseException | None = None
+        self._is_closing = False
         self._tasks: list[asyncio.Task[Any]] = []
 
     def after(self, delay: float, call: Callable[..., Any], *args: Any) -> None:
@@ -78,6 +79,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def close(self) -> None:
         """End what is left, whatever it makes of that."""
+        self._is_closing, self._error = True, None
         for _ in range(MAX_ROUNDS):
             left = [task for task in self._tasks if not task.done()]
             if not left:
@@ -86,16 +88,17 @@ class SimLoop(asyncio.AbstractEventLoop):
                 task.cancel()
             with suppress(Exception):
                 self.run(self.now)
-            self._error = None
 
     def stop(self) -> None:
         """Let `run` end after this event, whatever is left to do."""
-        self._ready.clear()
-        self._events.clear()
+        if not self._is_closing:
+            self._ready.clear()
+            self._events.clear()
 
     def fail(self, error: BaseException) -> None:
         """Let `run` raise after this event: for whoever must not raise itself."""
-        self._error = self._error or error
+        if not self._is_closing:
+            self._error = self._error or error
 
     # --- what asyncio needs of a loop -------------------------------------------------------
 
@@ -145,7 +148,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        self.fail(context.get("exception") or RuntimeError(context["message"]))
+        error = context.get("exception") or RuntimeError(context["message"])
+        if not isinstance(error, asyncio.CancelledError):  # of a `gather` that was itself cancelled
+            self.fail(error)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Leave it in the queue, where it will do nothing."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
+from sim_ingress import SimInbox
 from sim_kv import SimPuller, SimServer
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
@@ -37,16 +38,7 @@ from cluster.kv.handoff import GroupHolder, GroupReader
 from cluster.rank.follower import FollowerLoop
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
-from cluster.wire.messages import (
-    Abort,
-    EngineOutput,
-    Inbound,
-    SampledTokens,
-    StepAgreement,
-    StepPlan,
-    Submit,
-    decode,
-)
+from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
@@ -69,6 +61,7 @@ class SimRank:
         self.step_stats = StepStats(group.loop.time)
         self.step_stats.learn(8, 0.004)  # as a rank that has timed a step before it is ready
         self.process = Process(group.loop, self._main)
+        self.is_running = False
         schedule = group.schedule
         is_leader = not self.tp_rank
         num_followers = group.tp_size - 1 if is_leader else 0
@@ -91,6 +84,7 @@ class SimRank:
 
     def start(self) -> None:
         """Run, and compile elsewhere. Called from the loop."""
+        self.is_running = True
         self.process.wake(self.process.ticket)
         if not self.switch.is_over:
             within_s = self.group.schedule.compile_s or 0.0
@@ -118,7 +112,7 @@ class SimRank:
         fault = self.group.world.fault
         if fault is None or fault.rank != self.index or fault.kind not in kinds:
             return None
-        is_due = fault.pool == self.group.pool and self.last_step >= fault.step - 1
+        is_due = self.last_step >= fault.step - 1 and self.group.is_target(fault)
         return fault if is_due else None
 
     def pass_time(self, phase: Phase, mean_s: float) -> None:
@@ -326,14 +320,21 @@ class SimRunner:
 
 
 class SimLeader(SimRank):
-    """A leader with the real loop (`cluster/rank/leader.py`); it is its own output sender."""
+    """A leader with the real loop (`cluster/rank/leader.py`)."""
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
         self.peers = SimPeers(self)
         self.sender = self._channel = SimSender(self) if group.tp_size > 1 else None
-        self._output_sender, self._look_at = self, inf
-        self.inbox: deque[bytes] = deque()
+        self.engine_id = f"{group.pool}/{group.replica.replica_id}/{self.dp_rank}"
+        self.inbox_address = f"{group.pool}/{group.replica.number}/{self.epoch}/{self.dp_rank}"
+        self._inbox: SimInbox = group.plants.inbox(self)
+        self._output_sender = group.plants.output_sender(self, self._inbox)
+        self._look_at = inf
+        self.is_gone = False
+        """Whether its process has died, or closed its inbox."""
+        self.unreachable_until = 0.0
+        """For the ingress."""
         self.is_asleep = False
         self.is_told_to_stop = self._is_stopping = False
         self.has_rung = False
@@ -382,10 +383,17 @@ class SimLeader(SimRank):
         )
         super().start()
 
-    def receive(self, body: bytes) -> None:
-        """A frame of the world is there. Called from the loop."""
-        self.inbox.append(body)
+    def receive(self, peer: bytes, body: bytes) -> None:
+        """A frame of the ingress is there. Called from the loop."""
+        self._inbox.frames.append((peer, body))
         self.wake()
+
+    def kill(self) -> None:
+        super().kill()
+        if not self.is_gone:
+            self.is_gone = True
+            for connection in self.group.world.connections_to(self):
+                connection.on_gone()
 
     def tell_to_stop(self) -> None:
         """Do what `Leader.stop` does. Called from the loop."""
@@ -403,6 +411,7 @@ class SimLeader(SimRank):
             self.process.wake(self.process.ticket)
 
     run, _take_reports, _book = Leader.run, Leader._take_reports, Leader._book
+    _expect = Leader._expect
     last_step = _last_step = Leader._last_step
 
     def step(self) -> None:
@@ -415,7 +424,7 @@ class SimLeader(SimRank):
         """Wait until something is to be done, here or on a peer."""
         self.step_stats.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
-        if not (self.inbox or self.peers.has_frames or self.has_rung or has_report):
+        if not (self._inbox.frames or self.peers.has_frames or self.has_rung or has_report):
             self.is_asleep = True
             self.process.sleep(MAX_SLEEP_S)
             self.is_asleep = False
@@ -424,27 +433,20 @@ class SimLeader(SimRank):
     def _close(self) -> None:
         if self.sender is not None:
             self.sender.close()
+        self._inbox.close()
 
     def _take_inbox(self) -> None:
         self.pass_time(Phase.PLANNING, 0.0002)
-        while self.inbox:
-            message = decode(self.inbox.popleft(), Inbound)
-            match message:
-                case Submit():
-                    self.engine.submit(message)
-                case Abort():
-                    self.aborted.update(dict.fromkeys(message.request_ids, self.last_step + 1))
-                    self.abort(message.request_ids)
+        Leader._take_inbox(self)  # type: ignore[arg-type]
 
-    def abort(self, request_ids: list[str]) -> None:
-        self.engine.abort(request_ids)
+    def on_abort(self, request_ids: list[str]) -> None:
+        self.aborted.update(dict.fromkeys(request_ids, self.last_step + 1))
 
-    def send(self, outputs: list[EngineOutput]) -> list[str]:
-        """Do what `OutputSender.send` does; nothing is lost."""
+    def on_outputs(self, outputs: list[EngineOutput]) -> None:
+        """They are about to leave."""
         if self.aborted:
             self._check_aborts(outputs)
         self.group.on_outputs(self, outputs)
-        return []
 
     def _check_aborts(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

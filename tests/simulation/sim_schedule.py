@@ -7,7 +7,7 @@ clock, an address or the order of a set.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.engine.watchdog import Phase
 
@@ -15,6 +15,8 @@ VOCAB = 97
 MAX_MODEL_LEN = 64
 LONGEST = 48
 """Tokens of a sequence, prompt and output."""
+MAX_RANKS = 8
+"""Of all replicas that a schedule starts with."""
 MIN_STEPS = 40
 """Agreed steps with work; requests keep coming until there were as many."""
 WATCHDOG_S = 4.0
@@ -25,17 +27,25 @@ LONG_S = 4.5
 LOST = ("lost link", "lost frame")
 LINK = ("held link", *LOST, "diverge", "altered plan")
 """What happens to frames between two ranks of a group: it strikes when `rank` sends to `peer`."""
-FATAL = ("kill", "stop", "stall", "drain", "diverge", "altered plan", *LOST)
-HARMLESS = ("pause", "slow", "held link")
-IN_STEP = ("kill", "stop", "stall", "drain", "pause", "slow")
-"""What strikes a rank in a phase of its step; some of it also while its KV is on the way."""
-IN_TRANSFER = ("kill", "stop", "drain", "pause")
+FATAL = ("kill", "stop", "stall", "told to stop", "diverge", "altered plan", *LOST)
+CONNECTION = ("cut", "partition")
+"""What happens to the connection between the ingress and the rank's leader."""
+BOARD = ("silent board", "late board", "new board")
+DRAIN = "drain"
+"""Serve stops the rank's replica."""
+HARMLESS = ("pause", "slow", "held link", *BOARD)
+IN_STEP = ("kill", "stop", "stall", "told to stop", "pause", "slow", *CONNECTION, *BOARD, DRAIN)
+"""What strikes when a rank is in a phase of its step; some of it also while its KV is on the way.
+"""
+IN_TRANSFER = ("kill", "stop", "told to stop", "pause")
 LOST_CALLS = "lost calls"
 """For a while nothing arrives between the ranks of two pools: reads fail, and leases end."""
 FAILED_START = "failed start"
 """A rank of the group that is rebuilt dies while it loads: only after what was fatal."""
 MAX_LOSSES = 2
-"""The router gives a request up at its third loss."""
+"""The router gives a request up at its third loss of KV."""
+MAX_DEATHS = 3
+"""Of the leaders of a request: two make it a suspect, and it fails at its second failed trial."""
 LATE = ("stop", "stall", *LOST)
 """What takes the watchdog seconds: reads from such a rank fail before its group ends."""
 PHASES = (Phase.PLANNING, Phase.BUILDING, Phase.RUNNING, Phase.BOOKING)
@@ -50,14 +60,17 @@ class Shape:
     pool: str
     dp_size: int
     tp_size: int
+    num_replicas: int = 1
+    """With which it starts."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in the group."""
+        """Ranks in one group."""
         return self.dp_size * self.tp_size
 
 
-MIXED = [Shape("mixed", dp, tp) for dp, tp in [(2, 1)] * 3 + [(3, 1)] * 2 + [(4, 1)]]
+ALONE = Shape("mixed", 1, 1)
+MIXED = [ALONE, *(Shape("mixed", dp, tp) for dp, tp in [(2, 1)] * 3 + [(3, 1)] * 2 + [(4, 1)])]
 MIXED += [Shape("mixed", dp, tp) for dp, tp in [(1, 2), (2, 2), (2, 2)]]
 PREFILL_AND_DECODE = [
     [Shape("prefill", prefill_dp, tp), Shape("decode", decode_dp, tp)]
@@ -71,6 +84,8 @@ class Fault:
 
     kind: str
     pool: str
+    replica: int
+    """Among those that the pool has then, modulo their number."""
     rank: int
     step: int
     phase: Phase
@@ -83,6 +98,10 @@ class Fault:
     """To whom the rank's frame is altered, lost or late."""
     field: str
     """What of it is altered."""
+    grace_s: float
+    """How long Serve lets a replica drain."""
+    successor: str
+    """Whether another replica starts `before` that, `after` it, or not at all."""
 
     @property
     def name(self) -> str:
@@ -122,8 +141,8 @@ class Schedule:
     kv_delay_s: float
     """What a call or an answer between ranks of two pools takes on average."""
     lease_s: float
-    loses_aborts: bool
-    """Who should tell engines to let go dies before, every other time: leases must end handoffs."""
+    max_wait_s: float
+    """How long a request waits for a leader that can take it."""
     is_mapped: bool
     """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]
@@ -138,15 +157,14 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """Ranks of all groups."""
-        return sum(shape.num_ranks for shape in self.groups)
+        return sum(shape.num_ranks * shape.num_replicas for shape in self.groups)
 
 
 def draw_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(seed)
     lease_s = rng.choice((0.3, 3.0))
-    is_mixed = rng.random() < 0.6
-    groups = [rng.choice(MIXED)] if is_mixed else rng.choice(PREFILL_AND_DECODE)
+    groups = _draw_groups(rng)
     block_size = rng.choice((2, 4, 8))
     per_sequence = -(-LONGEST // block_size)
     is_full = rng.random() < 0.4
@@ -164,7 +182,7 @@ def draw_schedule(seed: int) -> Schedule:
         delay_s=rng.choice((0.00005, 0.0005, 0.005)),
         kv_delay_s=rng.choice((0.001, 0.03)),
         lease_s=lease_s,
-        loses_aborts=rng.random() < 0.2,
+        max_wait_s=rng.choice((1.0, 30.0, 30.0, 30.0)),
         is_mapped=rng.random() < 0.5,
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
         faults=_draw_faults(rng, groups, lease_s),
@@ -172,6 +190,17 @@ def draw_schedule(seed: int) -> Schedule:
         is_overlapped=rng.random() < 0.5,
         has_device=rng.random() < 0.6,
     )
+
+
+def _draw_groups(rng: random.Random) -> list[Shape]:
+    """Return one mixed pool, or a prefill and a decode pool, with their replicas."""
+    groups = [rng.choice(MIXED)] if rng.random() < 0.6 else rng.choice(PREFILL_AND_DECODE)
+    if groups == [ALONE]:
+        return [replace(ALONE, num_replicas=rng.choice((2, 3)))]
+    while True:
+        drawn = [replace(shape, num_replicas=rng.choice((1, 1, 2, 3))) for shape in groups]
+        if sum(shape.num_ranks * shape.num_replicas for shape in drawn) <= MAX_RANKS:
+            return drawn
 
 
 def draw_arrival(rng: random.Random, i: int, num_requests: int, has_aborts: bool) -> Arrival:
@@ -192,9 +221,11 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
     is_mixed = len(groups) == 1
     fatal = FATAL if is_mixed else (*FATAL, *[LOST_CALLS] * 4)
     kinds = [rng.choice(fatal) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
+    kinds += [rng.choice((*CONNECTION, DRAIN, DRAIN)) for _ in range(rng.choice((0, 0, 1)))]
     harmless = HARMLESS if is_mixed else (*HARMLESS, "pause", "pause")
     kinds += [rng.choice(harmless) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
-    while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > MAX_LOSSES:
+    most = MAX_DEATHS if is_mixed else MAX_LOSSES
+    while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > most:
         kinds.pop()
     rng.shuffle(kinds)
     faults = [_draw_fault(rng, kind, rng.choice(groups)) for kind in kinds]
@@ -208,9 +239,10 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
 
 def _num_losses(kind: str, is_mixed: bool, lease_s: float) -> int:
     """Return how often a fault may lose one request."""
-    if kind in HARMLESS:
-        return 0 if is_mixed or lease_s > SHORT_S else 1
-    return 2 if kind in LATE and not is_mixed else 1
+    if kind in ("slow", "held link", *BOARD):
+        return 0 if is_mixed or lease_s >= 2 * SHORT_S else 1
+    # Who is stopped is lost before its peers, which may get what it ran.
+    return 2 if kind == "stop" or (kind in LATE and not is_mixed) else 1
 
 
 def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
@@ -219,6 +251,8 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
     if kind in IN_TRANSFER and shape.pool != "mixed":
         in_transfer = rng.random() < 0.5
     longest_s = LONG_S if kind == LOST_CALLS else SHORT_S
+    if kind in (*BOARD, "partition"):
+        longest_s = 2 * SHORT_S
     fields = PLAN_FIELDS if kind == "altered plan" else VOTE_FIELDS
     if kind in LINK:
         if not (links := _links(kind, shape)):
@@ -227,6 +261,7 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
     return Fault(
         kind=kind,
         pool=shape.pool,
+        replica=rng.randrange(shape.num_replicas),
         rank=rank,
         step=rng.randint(2, 14),
         phase=rng.choice(PHASES),
@@ -235,6 +270,8 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
         duration_s=0.1 + (longest_s - 0.1) * rng.random(),
         peer=peer,
         field=rng.choice(fields),
+        grace_s=rng.choice((0.5, 3.0, 35.0)),
+        successor=rng.choice(("before", "after", "none")),
     )
 
 

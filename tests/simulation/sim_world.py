@@ -1,4 +1,4 @@
-"""One simulation: clients, router, pool and ranks from a schedule, and what must hold of them.
+"""One simulation: clients, router, pools and ranks from a schedule, and what must hold of them.
 
 1. Everything ends, in bounded time.
 2. Each request's tokens are the oracle's, or a head of them where its client left.
@@ -8,6 +8,11 @@
 5. A group that serves while it compiles has gone over to its graphs, all ranks at the same steps.
 6. An aborted request gets no token any more, no token of a step leaves that ranks were told
    different things about, and in the end all blocks are free and no handoff is held.
+7. A request is given up only if no replica could take it while it waited. Where one is healthy, it
+   is submitted within `MAX_PAUSE_S` of its arrival, of its last output, or of when the ingress must
+   know that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
+8. A client that leaves is told of to all who may have some of its request, and a connection that
+   has not ended is kept.
 
 The first `Violation` ends a simulation; `run_schedule` never raises.
 """
@@ -17,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import log
@@ -25,10 +31,19 @@ from typing import Any
 
 from sim_check import check_scheduler
 from sim_group import SimGroup, SimHandle
+from sim_ingress import (
+    HEARD_S,
+    POLL_S,
+    SimBoard,
+    SimConnection,
+    SimInbox,
+    SimOutputSender,
+)
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
+from sim_replica import CONFIG_HASH, SimReplica, replace
 from sim_schedule import (
     FATAL,
     LOST,
@@ -42,8 +57,7 @@ from sim_schedule import (
     draw_arrival,
 )
 
-from cluster.actors.rank_group import RankGroup
-from cluster.actors.reports import ReplicaReport
+from cluster.actors.rank_group import STATS_TIMEOUT_S
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
@@ -53,32 +67,34 @@ from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
 from cluster.rank.follower import FollowerLoop
 from cluster.wire.messages import (
-    Abort,
     EngineOutput,
-    FrameError,
+    FinishReason,
     GenerateRequest,
     Sampling,
     StepAgreement,
-    decode,
-    encode,
 )
 from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenMailboxes
-from serve.pools.pool_core import PoolCore, hold_s
+from serve.pools.chooser import Routing
+from serve.pools.directory import Directory, NoLeader
+from serve.pools.pool_core import PoolCore
+from serve.pools.quarantine import SHARED_DEATHS
+from serve.pools.router import LOST as LOST_ENDS
 from serve.pools.router import Router
-from serve.pools.routing import Routing
 
-CONFIG_HASH = "simulated"
 NUM_STREAMS = 16
 """Among which a stream's tokens wait for ticks of some 45 ms."""
 END_S = 180.0
 """Of simulated time: no schedule has more to do than half a minute."""
 MAX_EXTRA = 64
 """Requests beyond the schedule's, for steps and for faults that have not struck."""
+PACE_S = 0.3
 SETTLE_S = 1.5
 """Until the last abort has reached its engine."""
 REST_S = 12.0
 """Until the last lease has ended, and the last read from a dead holder."""
+MAX_PAUSE_S = 1.0
+ABORT_S = 0.01
+"""Until engines are told that a client has left."""
 LONGEST_DELAY = 4.0
 """Of the mean. A frame that is later is held up by a fault: else the shortest lease may end by bad
 luck alone, and a request be lost once more than its schedule's faults account for."""
@@ -88,95 +104,13 @@ NAMED = {
     "kill": (" ended: ",),
     "stop": (": no heartbeat for ", ": does not advance in step "),
     "stall": (": does not advance in step ",),
-    "drain": (" ended: stopped",),
+    "told to stop": (" ended: stopped",),
     "diverge": (": wanted ",),
     "altered plan": (": wanted ",),
     "lost link": (": does not advance in step ", ": wanted "),
     "lost frame": (": does not advance in step ", ": wanted "),
 }
 """What a group's end says of a fault."""
-
-
-# --- the owner's side ---------------------------------------------------------------------------
-# Real are the accounts of open requests, the rebuild under a new epoch, and where outputs go.
-# Frames that were under way when a process died still arrive, and arrive late, as over sockets.
-
-
-class SimEngineLinks:
-    """The ingress's ways to engines."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
-        self._world.send_to_leader("ingress", inbox, encode(Abort(request_ids)))
-
-    def forget(self, inbox: str) -> None:
-        """There is nothing to close."""
-
-    async def caught_up(self) -> None:
-        """Return at once: frames wait nowhere but on their way."""
-
-
-class SimLeaderLink:
-    """The pool's way to a leader."""
-
-    def __init__(self, world: World, inbox: str) -> None:
-        self.is_closed = False
-        self._world = world
-        self._inbox = inbox
-
-    async def submit(self, frame: bytes) -> None:
-        self._world.send_to_leader(f"{self._inbox} pool", self._inbox, frame)
-
-    def abort(self, request_id: str) -> None:
-        if not self.is_closed:
-            frame = encode(Abort([request_id]))
-            self._world.send_to_leader(f"{self._inbox} pool", self._inbox, frame)
-
-
-class SimPool:
-    """A replica of a pool: the `PoolShell` of a real core."""
-
-    def __init__(self, world: World, shape: Shape) -> None:
-        self._world = world
-        self._shape = shape
-        self._links: list[SimLeaderLink] = []
-        self.core: PoolCore = world.plants.pool_core(
-            shape.pool,
-            "replica",
-            CONFIG_HASH,
-            self,
-            routing=Routing(world.schedule.routing),
-            hold_s=hold_s(world.schedule.lease_s),
-        )
-
-    def generate(self, request_id: str, frame: bytes) -> asyncio.Task[str]:
-        if self._shape.pool != "decode":
-            self._world.on_attempt(request_id)
-        return self._world.loop.create_task(self.core.generate(request_id, frame, CONFIG_HASH))
-
-    def new_group(self, epoch: int) -> RankGroup:
-        group: RankGroup = self._world.plants.group(self._world, self._shape, epoch)
-        return group
-
-    async def connect(self, inboxes: Sequence[str]) -> list[SimLeaderLink]:
-        for link in self._links:
-            link.is_closed = True
-        self._links = [SimLeaderLink(self._world, inbox) for inbox in inboxes]
-        return self._links
-
-    async def push(self, report: ReplicaReport, group: RankGroup) -> None:
-        """Nobody looks."""
-
-    async def final_failure(self) -> str:
-        return ""
-
-    async def note_failure(self, reason: str, is_final: bool) -> None:
-        """Nobody asks."""
-
-    async def note_recovery(self) -> None:
-        """Nothing was noted."""
 
 
 # --- a simulation -------------------------------------------------------------------------------
@@ -198,7 +132,10 @@ class Plants:
     group_reader: Any = GroupReader
     group: Any = SimGroup
     handle: Any = SimHandle
-    pool: Any = SimPool
+    inbox: Any = SimInbox
+    output_sender: Any = SimOutputSender
+    connection: Any = SimConnection
+    directory: Any = Directory
     pool_core: Any = PoolCore
     router: Any = Router
 
@@ -213,14 +150,20 @@ class Outcome:
     num_restarts: int = 0
     num_requests: int = 0
     num_aborted: int = 0
+    num_refused: int = 0
+    """Requests that no leader could take in time."""
     num_resubmitted: int = 0
-    """Attempts beyond the first of each request, those that a pool refused included."""
+    """Attempts beyond the first of each request."""
+    num_replicas: int = 0
+    """All that were started."""
     num_preemptions: int = 0
     num_handoffs: int = 0
     """Handoffs that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     """Why groups ended."""
+    longest_pause_s: float = 0.0
+    """Of a client beyond the time to detect, while a replica was healthy."""
     simulated_s: float = 0.0
     trace: int = 0
     """A hash of all agreements and outputs with their times."""
@@ -240,12 +183,25 @@ class World:
         self.loop = SimLoop()
         self.rng = random.Random(schedule.seed + 1)
         self.outcome = Outcome(schedule)
-        self.pools: dict[str, Any] = {}
-        self._groups: dict[tuple[str, int], SimGroup] = {}
+        self.board = SimBoard(self)
+        self.connections: dict[bytes, SimConnection] = {}
+        """By what a leader calls the ingress."""
+        self.replicas: list[SimReplica] = []
+        """All that are not stopped yet."""
+        self._groups: dict[tuple[str, int, int], SimGroup] = {}
+        """By pool, replica and epoch."""
+        self._serving: list[asyncio.Task[None]] = []
+        """What Serve does about replicas."""
+        self._num_deaths: Counter[str] = Counter()
+        """By request: of what ran it, as far as the ingress can tell."""
+        self._ways: dict[str, list[SimConnection]] = {}
+        """By request where its last attempt was submitted."""
+        self._progress_at: dict[str, float] = {}
+        """By request when it came, was submitted, had an output or ended a stage: the latest."""
         self._faults = list(schedule.faults)
         self.fault = self._faults[0] if self._faults else None
         """The one that strikes next."""
-        self._arrives_at: dict[tuple[str, str], float] = {}
+        self._arrives_at: dict[Any, float] = {}
         self._calls_lost_until = 0.0
         self._is_done = False
 
@@ -267,55 +223,86 @@ class World:
                 rank.kill()
         outcome.simulated_s = self.loop.now
         self.loop.close()
-        outcome.num_restarts = len(self._groups) - len(self.pools)
+        outcome.num_restarts = len(self._groups) - outcome.num_replicas
         return outcome
 
     def _begin(self) -> None:
         tick = StreamBatcher()
         # In half of the schedules tokens wait for ticks, as among many streams.
         tick.num_streams = NUM_STREAMS * (self.schedule.seed % 2)
-        self.tokens = TokenMailboxes("tcp://10.0.0.1:1", SimEngineLinks(self), tick)
-        for shape in self.schedule.groups:
-            self.pools[shape.pool] = self.plants.pool(self, shape)
-        self.router = self.plants.router(self.pools, self.tokens)
-        self._main_task = self.loop.create_task(self._main())
+        self.directory: Directory = self.plants.directory(
+            dict.fromkeys(("mixed", "prefill", "decode"), Routing(self.schedule.routing)),
+            lambda inbox, leader: self.plants.connection(self, inbox, leader),
+            config_hash=CONFIG_HASH,
+            max_wait_s=self.schedule.max_wait_s,
+        )
+        self.router = self.plants.router(self.directory, self.schedule.groups[0].pool, tick)
+        self._main_task = self._spawn(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
     def _on_main_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.loop.fail(error)
         self._is_done = True
         self.loop.stop()
 
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something whose error is the simulation's."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.loop.fail(error)
+
     def _where(self) -> str:
         texts = [f"struck {self.outcome.struck}"]
-        for name, pool in self.pools.items():
-            beats = [(rank.name, rank.step_stats.heartbeat()) for rank in pool.core.group.ranks]
+        for replica in self.replicas:
+            beats = [(rank.name, rank.step_stats.heartbeat()) for rank in replica.group.ranks]
             ranks = [f"{who} {beat.phase.name} step {beat.step}" for who, beat in beats]
-            texts.append(f"{name} {pool.core.state}: {', '.join(ranks)}")
+            name = f"{replica.pool} {replica.replica_id}"
+            texts.append(f"{name} {replica.core.state}: {', '.join(ranks)}")
         return "; ".join(texts)
 
     # --- the story --------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        await asyncio.gather(*(pool.core.start() for pool in self.pools.values()))
+        shapes = [shape for shape in self.schedule.groups for _ in range(shape.num_replicas)]
+        await asyncio.gather(*map(self.start_replica, shapes))
+        polling = self._spawn(self._poll())
+        while not all(self.directory._able(shape.pool) for shape in self.schedule.groups):
+            await asyncio.sleep(POLL_S)  # until then the ingress answers with 503
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
         num_extra = 0
         while self.outcome.num_steps < MIN_STEPS or (self._faults and num_extra < MAX_EXTRA):
             arrivals = [self._extra(num_extra + i) for i in range(3)]
             num_extra += len(arrivals)
             await asyncio.gather(*map(self._client, arrivals))
+            if any(replica.healthy_from > self.loop.now for replica in self.replicas):
+                await asyncio.sleep(PACE_S)  # the next fault may be meant for that one
         self._faults, self.fault = [], None
+        while not all(task.done() for task in self._serving):
+            await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLE_S)
-        for pool in self.pools.values():
-            while pool.core.state != "ready" or self._fatal(pool.core.group):
+        for replica in self.replicas:
+            while replica.core.state != "ready" or self._fatal(replica.group):
                 await asyncio.sleep(0.5)
         began = self.loop.now
         while self._is_busy() and self.loop.now < began + REST_S:
             await asyncio.sleep(0.5)
-        for pool in self.pools.values():
-            self._check_rest(pool.core.group)
-        await asyncio.gather(*(pool.core.stop() for pool in self.pools.values()))
+        for replica in self.replicas:
+            self._check_rest(replica.group)
+        polling.cancel()
+        await asyncio.gather(*(replica.core.stop() for replica in self.replicas))
+
+    async def _poll(self) -> None:
+        """Read the board as `IngressCore` does, and take answers in any order."""
+        while True:
+            self._spawn(self._refresh())
+            await asyncio.sleep(POLL_S)
+
+    async def _refresh(self) -> None:
+        with suppress(TimeoutError):
+            self.directory.see(await self.board.poll())
 
     def _extra(self, i: int) -> Arrival:
         arrival = draw_arrival(self.rng, i, 8, has_aborts=False)
@@ -324,20 +311,27 @@ class World:
     async def _client(self, arrival: Arrival) -> None:
         await asyncio.sleep(arrival.at)
         self.outcome.num_requests += 1
-        if arrival.abort_after_s is None:
-            await self._consume(arrival, [])
-            return
         tokens: list[int] = []
         try:
-            await asyncio.wait_for(self._consume(arrival, tokens), arrival.abort_after_s)
+            async with asyncio.timeout(arrival.abort_after_s):
+                await self._consume(arrival, tokens)
         except TimeoutError:
             self.outcome.num_aborted += 1
+            self.loop.after(ABORT_S, self._check_left, arrival.request_id)
+        except NoLeader as error:
+            self.outcome.num_refused += 1
+            waits_from = self.loop.now - self.schedule.max_wait_s
+            pool, *_ = str(error).split()
+            if self._is_one_healthy(pool, waits_from):
+                raise Violation("given up", f"{arrival.request_id}: {error}") from error
 
     async def _consume(self, arrival: Arrival, tokens: list[int]) -> None:
         request, reason = _request(arrival), ""
         wanted = continuation(request, VOCAB, MAX_MODEL_LEN)
+        self._progress_at[arrival.request_id] = self.loop.now
         async with aclosing(self.router.generate(request)) as outputs:
             async for output in outputs:
+                self._progress_at[arrival.request_id] = self.loop.now
                 tokens += output.token_ids
                 reason = output.finish_reason
                 if tokens != wanted[: len(tokens)] or reason == "error":
@@ -348,8 +342,19 @@ class World:
             text = f"wanted {wanted}, found {tokens} {reason}"
             raise Violation("tokens differ", f"{arrival.request_id}: {text}")
 
+    def _check_left(self, request_id: str) -> None:
+        """Assert that whoever may have some of a request is told that its client has left."""
+        for connection in self._ways.get(request_id, []):
+            [attempt] = [each for each in connection.ends if _request_of(each) == request_id][-1:]
+            may_have = connection.ends[attempt] in ("", FinishReason.HANDOFF, *LOST_ENDS)
+            if may_have and connection.is_open and attempt not in connection.aborted:
+                ends = [each.ends.get(attempt) for each in self._ways[request_id]]
+                if all(end in ("", FinishReason.HANDOFF, *LOST_ENDS) for end in ends):
+                    text = f"{attempt} at {connection.rank.name}"
+                    self.loop.fail(Violation("abort not sent", text))
+
     def _is_busy(self) -> bool:
-        leaders = [leader for pool in self.pools.values() for leader in pool.core.group.leaders]
+        leaders = [leader for replica in self.replicas for leader in replica.group.leaders]
         return any(
             leader.scheduler.has_unfinished or not leader.switch.is_over for leader in leaders
         )
@@ -367,65 +372,125 @@ class World:
                 found = f"{scheduler.blocks.num_free_blocks} of {self.schedule.num_blocks} free"
                 raise Violation("something is left", f"{leader.name}: {found}")
 
-    # --- ways between processes -------------------------------------------------------------------
+    # --- Serve ------------------------------------------------------------------------------------
 
-    def on_attempt(self, request_id: str) -> None:
-        if not request_id.endswith(".0"):
+    def replicas_of(self, pool: str) -> list[SimReplica]:
+        return [replica for replica in self.replicas if replica.pool == pool]
+
+    def target(self, fault: Fault) -> SimReplica | None:
+        """Return the replica that a fault is meant for."""
+        replicas = self.replicas_of(fault.pool)
+        return replicas[fault.replica % len(replicas)] if replicas else None
+
+    async def start_replica(self, shape: Shape) -> None:
+        replica = SimReplica(self, shape, self.outcome.num_replicas)
+        self.outcome.num_replicas += 1
+        self.replicas.append(replica)
+        await replica.start()
+
+    def replace(self, replica: SimReplica, fault: Fault) -> None:
+        self._serving.append(self._spawn(replace(self, replica, fault)))
+
+    # --- what connections tell --------------------------------------------------------------------
+
+    def new_peer(self, connection: SimConnection) -> bytes:
+        peer = b"%d" % len(self.connections)
+        self.connections[peer] = connection
+        return peer
+
+    def leader_at(self, inbox: str) -> SimLeader:
+        pool, replica, epoch, dp_rank = inbox.split("/")
+        return self._groups[pool, int(replica), int(epoch)].leaders[int(dp_rank)]
+
+    def connections_to(self, leader: SimLeader) -> list[SimConnection]:
+        return [each for each in self.connections.values() if each.rank is leader]
+
+    def on_close(self, connection: SimConnection) -> None:
+        """The ingress closes a connection that it does not know to have ended."""
+        group = connection.rank.group
+        if (group.pool, group.replica.number, group.epoch + 1) not in self._groups:
+            raise Violation("connection not kept", connection.rank.name)
+
+    def on_submit(self, connection: SimConnection, attempt: str) -> None:
+        request_id, pool = _request_of(attempt), connection.rank.group.pool
+        replica = connection.rank.group.replica
+        way = self._ways.setdefault(request_id, [])
+        if pool != "decode" and way:
             self.outcome.num_resubmitted += 1
+        late_from = max(self._progress_at[request_id], self._lost_by(way))
+        pause_s = self.loop.now - late_from
+        if self._num_deaths[request_id] >= SHARED_DEATHS:
+            pause_s = 0.0  # it may have waited for another one's trial
+        if self._is_one_healthy(pool, late_from):
+            self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, pause_s)
+            if pause_s > MAX_PAUSE_S:
+                text = f"{attempt}: {pause_s:.2f} s until {replica.pool}"
+                raise Violation("too long a pause", text)
+        known_by = max(replica.drains_from, self.board.trouble_until) + HEARD_S
+        if connection.rank.group.struck:  # a rank that is stopped holds a report up
+            known_by += STATS_TIMEOUT_S
+        if self.loop.now > known_by:
+            raise Violation("sent to one that drains", f"{attempt}: {connection.rank.name}")
+        if pool != "decode":
+            way.clear()
+        way.append(connection)
+        self._progress_at[request_id] = self.loop.now
 
-    def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
-        if self.schedule.loses_aborts and self._is_lost_abort(body):
-            return
-        pool, epoch, dp_rank = inbox.split("/")
-        leader = self._groups[pool, int(epoch)].leaders[int(dp_rank)]
-        self.loop.at(self._arrival(sender, inbox), leader.receive, body)
+    def _lost_by(self, way: list[SimConnection]) -> float:
+        """Return by when the ingress must know that an attempt is lost."""
+        times = [connection.rank.group.found_by(connection.rank) for connection in way]
+        return max(times, default=0.0)
 
-    def _is_lost_abort(self, body: bytes) -> bool:
-        return decode(body, Any)[0] == "Abort" and self.rng.random() < 0.5
+    def on_deaths(self, attempts: list[str]) -> None:
+        self._num_deaths.update(map(_request_of, attempts))
 
-    def send_outputs(
-        self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
-    ) -> None:
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        self._note(self.loop.now, epoch, num_tokens)
-        inbox = f"{pool}/{epoch}/{dp_rank}"
-        self.loop.at(self._arrival(inbox, "ingress"), self._receive, inbox, outputs)
-        if ended := [output for output in outputs if output.finish_reason]:
-            self.outcome.num_handoffs += sum(output.handoff is not None for output in ended)
-            self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].core.on_ended, ended)
+    def on_stage_end(self, output: EngineOutput) -> None:
+        """An engine has said that a stage has ended, or that the KV for it is lost."""
+        request_id = _request_of(output.request_id)
+        if output.finish_reason == FinishReason.KV_LOST:
+            holder, *_ = self._ways[request_id]
+            late_from = max(holder.ended_at, self._progress_at[request_id])
+            if self.loop.now - late_from > MAX_PAUSE_S and self._is_one_healthy(
+                holder.rank.group.pool, late_from
+            ):
+                text = f"{output.request_id}: {self.loop.now - late_from:.2f} s: {output.error}"
+                raise Violation("waits for lost KV", text)
+        self._progress_at[request_id] = self.loop.now
 
-    def _receive(self, inbox: str, outputs: list[EngineOutput]) -> None:
-        pool, epoch, dp_rank = inbox.split("/")
-        with suppress(FrameError):
-            self.tokens.begin_frame(f"{pool}/{dp_rank}", int(epoch), inbox)
-            for output in outputs:
-                self.tokens.deliver(inbox, output)
+    def _is_one_healthy(self, pool: str, since: float) -> bool:
+        return any(replica.healthy_from <= since for replica in self.replicas_of(pool))
+
+    # --- ways between processes -------------------------------------------------------------------
 
     def rank_at(self, address: str) -> SimRank:
         """Return the rank whose KV is read there, dead or alive."""
-        pool, epoch, index = place_of(address)
-        return self._groups[pool, epoch].ranks[index]
+        *group, index = place_of(address)
+        return self._groups[tuple(group)].ranks[index]  # type: ignore[index]
 
     def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
-        at = self._arrival(sender, receiver, self.schedule.kv_delay_s)
+        at = self.arrival((sender, receiver), self.schedule.kv_delay_s)
         if self.loop.now >= self._calls_lost_until:
             self.loop.at(at, call, *args)
 
     def lose_calls(self, duration_s: float) -> None:
         self._calls_lost_until = self.loop.now + duration_s
 
-    def _arrival(self, sender: str, receiver: str, mean_s: float = 0.001) -> float:
+    def arrival(self, way: Any, mean_s: float = 0.001, *, not_before: float = 0.0) -> float:
         """Return when a frame arrives; those between two do in order."""
-        key = (sender, receiver)
         late_s = mean_s * min(-log(1.0 - self.rng.random()), LONGEST_DELAY)
-        at = max(self.loop.now + late_s, self._arrives_at.get(key, 0.0))
-        self._arrives_at[key] = at
+        at = max(self.loop.now + late_s, not_before, self._arrives_at.get(way, 0.0))
+        self._arrives_at[way] = at
         return at
 
     # --- what groups tell -------------------------------------------------------------------------
 
     def on_group(self, group: SimGroup) -> None:
-        self._groups[group.pool, group.epoch] = group
+        self._groups[group.pool, group.replica.number, group.epoch] = group
+
+    def on_outputs(self, epoch: int, outputs: list[EngineOutput]) -> None:
+        """A leader sends a step's outputs."""
+        self._note(self.loop.now, epoch, sum(len(output.token_ids) for output in outputs))
+        self.outcome.num_handoffs += sum(output.handoff is not None for output in outputs)
 
     def on_step(self, agreed: StepAgreement) -> None:
         self.outcome.num_steps += agreed.has_work
@@ -440,7 +505,7 @@ class World:
         self.outcome.ends.append(reason)
         for leader in group.leaders:
             self.outcome.num_preemptions += leader.scheduler.stats().num_preemptions
-        if self.pools[group.pool].core.state == "stopping":
+        if group.replica.core.state == "stopping":
             return
         fatal = self._fatal(group)
         if not fatal:
@@ -475,9 +540,14 @@ def _suspects(fault: Fault, num_ranks: int) -> Iterable[int]:
     is_in_collective = fault.kind == "stall" and fault.phase is Phase.RUNNING
     return (
         range(num_ranks)
-        if is_in_collective or fault.kind in ("drain", "diverge")
+        if is_in_collective or fault.kind in ("told to stop", "diverge")
         else (fault.rank,)
     )
+
+
+def _request_of(attempt: str) -> str:
+    request_id, _, _ = attempt.rpartition(".")
+    return request_id
 
 
 def _request(arrival: Arrival) -> GenerateRequest:

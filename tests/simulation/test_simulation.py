@@ -18,11 +18,14 @@ import pytest
 import run as runner
 from sim_bugs import BUGS
 from sim_schedule import (
+    CONNECTION,
+    DRAIN,
     FAILED_START,
     FATAL,
     HARMLESS,
     IN_TRANSFER,
     LOST_CALLS,
+    MAX_RANKS,
     MIN_STEPS,
     MIXED,
     PREFILL_AND_DECODE,
@@ -56,7 +59,7 @@ def tally() -> runner.Tally:
             assert outcome.num_steps >= MIN_STEPS, f"seed {seed}"
             assert outcome.num_requests >= 8, f"seed {seed}"
             assert outcome.struck, f"seed {seed}: wanted a fault, found none"
-            assert 2 <= outcome.schedule.num_ranks <= 4, f"seed {seed}"
+            assert 2 <= outcome.schedule.num_ranks <= MAX_RANKS, f"seed {seed}"
     print(f"seeds {SEEDS.start} to {SEEDS.stop - 1}, {NUM_PROCESSES} processes")
     print("\n".join(tally.lines()))
     return tally
@@ -73,10 +76,12 @@ def test_no_schedule_hangs_or_loses_a_token(tally: runner.Tally) -> None:
 @pytest.mark.feature("X04")
 @pytest.mark.skipif(len(SEEDS) < 1000, reason="fewer schedules may miss one")
 def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -> None:
-    wanted = {f"struck: {kind}" for kind in (*FATAL, *HARMLESS, LOST_CALLS, FAILED_START)}
+    other = (DRAIN, LOST_CALLS, FAILED_START)
+    wanted = {f"struck: {kind}" for kind in (*FATAL, *HARMLESS, *CONNECTION, *other)}
     wanted |= {f"struck: {kind} in a transfer" for kind in IN_TRANSFER}
-    wanted |= {f"had: {what}" for what in ("aborts", "lost aborts", "pre-emption", "handoff")}
-    wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"restarts: {n}" for n in (0, 1, 2)}
+    wanted |= {f"had: {what}" for what in ("aborts", "refusals", "pre-emption", "handoff")}
+    wanted |= {f"replicas: {n}" for n in (1, 2, 3)} | {"ranks: 2", f"ranks: {MAX_RANKS}"}
+    wanted |= {f"restarts: {n}" for n in (0, 1, 2)}
     loops = ("plain", "overlapped")
     wanted |= {f"steps: {loop}, {device} the host" for loop in loops for device in ("in", "beside")}
     wanted |= {f"groups, dp x tp: {runner.sizes_of(shapes)}" for shapes in SHAPES}

@@ -1,0 +1,300 @@
+"""Between the ingress and leaders: connections, a leader's end of them, and the status board.
+
+Real are the directory with its leaders, what they send, how a leader greets and who its outputs go
+to. Simulated are sockets: frames of a connection arrive in order each way, none is lost but with
+it, and it ends as libzmq ends one:
+
+1. soon after the leader's process has died or closed its inbox;
+2. `SILENT_S` after heartbeats are not answered any more, of a process that is stopped or cannot be
+   reached, and never since it is busy;
+3. soon after a frame of it was lost.
+
+Either side learns of the end for itself: for a while a leader may send to nobody, or an ingress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from errno import EHOSTUNREACH
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from sim_loop import Violation
+from sim_schedule import Fault
+
+from cluster.actors.reports import LeaderReport, ReplicaReport, leaders_of
+from cluster.rank.leader import Inbox
+from cluster.rank.output_sender import OutputSender
+from cluster.wire.messages import (
+    Abort,
+    EngineOutput,
+    Hello,
+    Inbound,
+    OutputFrame,
+    Submit,
+    decode,
+)
+from serve.pools.directory import Leader
+
+if TYPE_CHECKING:
+    from sim_rank import SimLeader
+    from sim_world import World
+
+RESET_S = 0.01
+"""Until one side hears that the other's process died, or that a frame was lost."""
+SILENT_S, BEAT_S = 1.0, 0.25
+"""How long heartbeats go unanswered until the ingress gives up, and how often it sends one."""
+POLL_S = 0.25
+"""How often the ingress reads the board."""
+FORGOTTEN_S = 5.0
+"""Until the board forgets a replica that it does not hear of."""
+HEARD_S = 0.7
+"""Until the ingress knows what a replica is, with a board that is well."""
+LEARN_S = 1.0
+"""Until it has its answer as well."""
+
+
+class SimConnection:
+    """The way of the ingress to one leader and back; it connects once."""
+
+    def __init__(self, world: World, inbox: str, leader: Leader) -> None:
+        self.rank = world.leader_at(inbox)
+        self.peer = world.new_peer(self)
+        self.ends: dict[str, str] = {}
+        """By request that was submitted here the finish reason that has come."""
+        self.aborted: set[str] = set()
+        self.is_open = True
+        """At the ingress."""
+        self.ended_at = inf
+        self._is_accepted = self._is_forgotten = False
+        """At the leader."""
+        self._will_lose = self._is_broken = False
+        self._world, self._loop, self._leader = world, world.loop, leader
+        self._early: list[bytes] = []
+        if self._held_s > SILENT_S:
+            self._loop.after(SILENT_S, self.end)
+        else:
+            self._loop.at(self._arrival(is_back=False), self._reach)
+
+    # --- at the ingress ---------------------------------------------------------------------------
+
+    def send(self, body: bytes) -> None:
+        if not self.is_open:
+            return
+        match decode(body, Inbound):
+            case Submit(request=request):
+                self._world.on_submit(self, request.request_id)
+                self.ends[request.request_id] = ""
+            case Abort(request_ids=request_ids):
+                self.aborted.update(request_ids)
+        if not self._loses():
+            self._loop.at(self._arrival(is_back=False), self._arrive, body)
+
+    def close(self) -> None:
+        if self.is_open:
+            self._world.on_close(self)
+        self.is_open = False
+        self.ended_at = self._loop.now
+        if not self._is_broken:
+            call = self.rank.process.call
+            self._loop.at(self._arrival(is_back=False), call, self._forget)
+
+    def end(self) -> None:
+        """The ingress hears of its end."""
+        if self.is_open:
+            self.is_open = False
+            self._world.on_deaths([each for each, end in self.ends.items() if not end])
+            self._leader.on_end("its connection ended")
+
+    def _take(self, body: bytes) -> None:
+        if not self.is_open:
+            return
+        frame: OutputFrame = decode(body, OutputFrame)
+        self._leader.on_welcome()
+        for encoded in frame.outputs:
+            output: EngineOutput = decode(encoded, EngineOutput)
+            self.ends[output.request_id] = output.finish_reason
+            if output.finish_reason and output.request_id not in self.aborted:
+                self._world.on_stage_end(output)
+            self._leader.deliver(output)
+
+    # --- at the leader ----------------------------------------------------------------------------
+
+    def _reach(self) -> None:
+        if self.rank.is_gone:
+            self._loop.after(RESET_S * self._world.rng.random(), self.end)
+        else:
+            self.rank.process.call(self._accept)
+
+    def _accept(self) -> None:
+        if self.is_open:
+            self._is_accepted = True
+            early, self._early = self._early, []
+            for body in early:
+                self.rank.receive(self.peer, body)
+
+    def _arrive(self, body: bytes) -> None:
+        if self._is_accepted:
+            self.rank.receive(self.peer, body)
+        else:
+            self._early.append(body)
+
+    def _forget(self) -> None:
+        self._is_forgotten = True
+
+    def put(self, body: bytes) -> None:
+        """Send to the ingress; raises as a ROUTER socket that must deliver does."""
+        if not self._is_accepted or self._is_forgotten:
+            raise zmq.ZMQError(EHOSTUNREACH)
+        if not self._loses():
+            self._loop.at(self._arrival(is_back=True), self._take, body)
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def lose_next(self) -> None:
+        """Lose the next frame, of whichever side."""
+        self._will_lose = True
+
+    def _loses(self) -> bool:
+        if self._will_lose:
+            self._will_lose, self._is_broken = False, True
+            random, call = self._world.rng.random, self.rank.process.call
+            self._loop.after(RESET_S * random(), self.end)
+            self._loop.after(RESET_S * random(), call, self._forget)
+        return self._is_broken
+
+    def on_gone(self) -> None:
+        """Its leader's process has died."""
+        self._loop.after(RESET_S * self._world.rng.random(), self.end)
+
+    def on_inbox_closed(self) -> None:
+        """Its leader has closed its inbox; what it sent before still arrives."""
+        self._loop.at(self._arrival(is_back=True), self.end)
+
+    def on_silence(self, until: float) -> None:
+        """No heartbeat is answered from now on until then; each side has its own patience."""
+        late_s = BEAT_S * self._world.rng.random()
+        if self._is_accepted and self._loop.now + SILENT_S + late_s < until:
+            self._loop.after(SILENT_S + late_s, self.end)
+            if self._loop.now + 2 * SILENT_S + late_s < until:
+                self._loop.after(2 * SILENT_S + late_s, self.rank.process.call, self._forget)
+
+    @property
+    def _held_s(self) -> float:
+        return self.rank.unreachable_until - self._loop.now
+
+    def _arrival(self, *, is_back: bool) -> float:
+        way = ("leader", self.peer) if is_back else (self.peer, "leader")
+        return self._world.arrival(way, not_before=self.rank.unreachable_until)
+
+
+class SimInbox(Inbox):
+    """A leader's inbox: the real one but for its socket, which it is itself."""
+
+    def __init__(self, leader: SimLeader) -> None:
+        self._leader, self._world = leader, leader.group.world
+        self._hello = Hello(leader.engine_id, leader.epoch)
+        self.socket: Any = self
+        self.address = leader.inbox_address
+        self.frames: deque[tuple[bytes, bytes]] = deque()
+        self._unsent: set[str] = set()
+        """Requests with a token that could not be sent."""
+
+    def take(self) -> Iterator[tuple[bytes, Any]]:
+        while self.frames:
+            peer, body = self.frames.popleft()
+            message: Inbound = decode(body, Inbound)
+            if isinstance(message, Hello):
+                self._greet(peer, message)
+                continue
+            if isinstance(message, Abort):
+                self._leader.on_abort(message.request_ids)
+            yield peer, message
+
+    def send_multipart(self, parts: tuple[bytes, bytes], flags: int) -> None:
+        peer, body = parts
+        try:
+            self._world.connections[peer].put(body)
+        except zmq.ZMQError:
+            self._note_unsent(decode(body, OutputFrame))
+            raise
+
+    def _note_unsent(self, frame: OutputFrame) -> None:
+        outputs = [decode(encoded, EngineOutput) for encoded in frame.outputs]
+        for request_id in [output.request_id for output in outputs if output.token_ids]:
+            if request_id in self._unsent:
+                text = f"{self._leader.name}: {request_id} got one more token"
+                raise Violation("runs for nobody", text)
+            self._unsent.add(request_id)
+
+    def close(self) -> None:
+        self._leader.is_gone = True
+        for connection in self._world.connections_to(self._leader):
+            connection.on_inbox_closed()
+
+
+class SimOutputSender(OutputSender):
+    """The real one; what leaves is judged here."""
+
+    def __init__(self, leader: SimLeader, inbox: SimInbox) -> None:
+        super().__init__(inbox.socket)
+        self._leader = leader
+
+    def send(self, outputs: list[EngineOutput]) -> list[str]:
+        self._leader.on_outputs(outputs)
+        return super().send(outputs)
+
+
+class SimBoard:
+    """The status board: what replicas push, and what the ingress reads of it."""
+
+    def __init__(self, world: World) -> None:
+        self._loop, self._random = world.loop, world.rng.random
+        self._reports: dict[tuple[str, str], tuple[float, ReplicaReport]] = {}
+        self._silent_until = self._late_until = 0.0
+        self.trouble_until = 0.0
+        """What happened before it may not be known yet at the ingress."""
+
+    async def push(self, report: ReplicaReport) -> None:
+        await self._on_the_way()
+        self._reports[report.pool, report.replica_id] = self._loop.now, report
+        await self._on_the_way()
+
+    def remove(self, pool: str, replica_id: str) -> None:
+        self._reports.pop((pool, replica_id), None)
+
+    async def poll(self) -> list[LeaderReport]:
+        """Return all leaders; TimeoutError if it does not answer."""
+        if self._loop.now < self._silent_until:
+            await asyncio.sleep(POLL_S)
+            raise TimeoutError
+        await self._on_the_way()
+        found = [
+            report
+            for pushed_at, report in self._reports.values()
+            if self._loop.now - pushed_at < FORGOTTEN_S
+        ]
+        if self._loop.now < self._late_until:
+            await asyncio.sleep(0.2 + self._random())
+        await self._on_the_way()
+        return [leader for report in found for leader in leaders_of(report)]
+
+    async def _on_the_way(self) -> None:
+        late_s = max(0.0, self._silent_until - self._loop.now)
+        await asyncio.sleep(late_s + 0.001 + 0.02 * self._random())
+
+    def strike(self, fault: Fault) -> None:
+        until = self._loop.now + fault.duration_s
+        match fault.kind:
+            case "silent board":
+                self._silent_until = until
+            case "late board":
+                self._late_until = until
+                until += 1.2
+            case "new board":
+                self._reports.clear()
+                until = self._loop.now
+        self.trouble_until = max(self.trouble_until, until)
