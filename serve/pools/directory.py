@@ -27,6 +27,7 @@ from cluster.wire.messages import (
     GenerateRequest,
     Hello,
     KVHandoff,
+    Leave,
     Submit,
     encode,
 )
@@ -64,6 +65,8 @@ class Leader:
         self._on_change = on_change
         self._running: dict[str, tuple[Mailbox, int]] = {}
         """By request id, with its tokens when it came."""
+        self._leaving: set[str] = set()
+        """Those of them that were told to go on elsewhere."""
         self._num_others = 0
         self._aborts: list[str] = []
         self._connection = connect(report.inbox, self)
@@ -104,6 +107,13 @@ class Leader:
         if not self._aborts:  # those of one client, or of many that leave together, in one frame
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._aborts.append(request_id)
+
+    def leave(self) -> None:
+        """Have everything that runs here for this ingress go on elsewhere."""
+        told = [request_id for request_id in self._running if request_id not in self._leaving]
+        self._leaving = {*self._running}
+        for i in range(0, len(told), MAX_ABORTS):
+            self._connection.send(encode(Leave(told[i : i + MAX_ABORTS])))
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, []
@@ -181,6 +191,9 @@ class Directory:
                 if known is not None:
                     known.on_end("it was rebuilt")
                 self._leaders[report.engine_id] = Leader(report, self._connect, self._wake)
+        for leader in self._leaders.values():
+            if leader.report.state == "draining" and self._able(leader.report.pool):
+                leader.leave()
         self._wake()
 
     async def choose(self, pool: str) -> Leader:
