@@ -1,8 +1,8 @@
 """`KVHandover`: the sequences of one engine whose KV changes hands, as its scheduler sees them.
 
-On a prefill engine a computed sequence keeps its blocks under a handoff (`hold`) that ends by
-itself, at the latest with its lease; only then are its blocks free (`free_ended`). On a decode
-engine a handoff's lease is renewed (`expect`) until a read fills blocks (`start_read`). An aborted
+A sequence that goes on elsewhere keeps its blocks here under a handoff (`hold`) that ends by
+itself, at the latest with its lease; only then are its blocks free (`free_ended`). The engine that
+goes on with it renews the lease (`expect`) until a read fills its blocks (`start_read`). An aborted
 read may go on to write: its sequence keeps its blocks until the read comes out of `take_finished`.
 """
 
@@ -38,14 +38,18 @@ class KVHandover:
         self._reading: dict[str, Sequence] = {}
         """Reads that were started, aborted ones included until they write no more."""
 
-    # --- of a prefill engine ----------------------------------------------------------------
+    # --- of the engine that a sequence leaves -------------------------------------------------
 
     @property
     def num_held(self) -> int:
         return self._holder.num_held if self._holder else 0
 
+    @property
+    def can_hold(self) -> bool:
+        return self._holder is not None and self._metadata is not None
+
     def hold(self, seq: Sequence) -> KVHandoff:
-        assert self._holder is not None and self._metadata is not None, "a prefill engine's"
+        assert self._holder is not None and self._metadata is not None, "`can_hold`"
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
         generations = [self._blocks.generations[block] for block in block_ids]
@@ -78,7 +82,7 @@ class KVHandover:
             self._blocks.free(seq)
             seq.status = SequenceStatus.FINISHED
 
-    # --- of a decode engine -----------------------------------------------------------------
+    # --- of the engine that goes on -----------------------------------------------------------
 
     @property
     def num_reading(self) -> int:

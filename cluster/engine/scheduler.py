@@ -14,7 +14,7 @@ The life of a request:
 5. `update` books what the step sampled. The sequence ends with a stop token or at its limit; on a
    prefill engine it leaves its row after the first token and holds its blocks under a handoff
    until a reader has them (`_hand_over`).
-6. `abort` ends it anywhere on this way.
+6. `abort` ends it anywhere on this way, and `leave` has another engine go on with it.
 
 Steps may be scheduled one ahead (`schedule_ahead`): while a step is in flight the next one is
 planned, with the tokens that it draws still unknown. Then 5 comes one step late. A sequence that
@@ -91,7 +91,6 @@ class Scheduler:
     ) -> None:
         """`grammars` None refuses requests with a grammar; `clock` tells how long they wait."""
         self._is_prefill = limits.role is Role.PREFILL
-        self._hands_over = limits.role is not Role.MIXED
         self.blocks = limits.blocks
         self._config = config
         self._epoch = epoch
@@ -168,6 +167,28 @@ class Scheduler:
                 self._early_aborts.move_to_end(request_id)
             while len(self._early_aborts) > MAX_EARLY_ABORTS:
                 self._early_aborts.popitem(last=False)
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Let requests go on elsewhere. What has blocks, or is to get them from a handoff, leaves
+        with its next token and its KV, the rest at once. Unknown ids have ended."""
+        for request_id in request_ids:
+            seq = self._unfinished.get(request_id)
+            if seq is None or not self._handover.can_hold:
+                continue
+            if seq.block_table or seq.handoff is not None:
+                seq.is_leaving = True
+            elif self._leave_queue(seq):
+                self._waiting.remove(seq)
+
+    def _leave_queue(self, seq: Sequence) -> bool:
+        """End what has no KV; return whether it is left in the queue."""
+        is_compiling = self._compiling.pop(seq.request_id, None) is not None
+        if is_compiling:
+            assert self._grammars is not None
+            self._grammars.forget(seq.request_id)
+        self._finish(seq, FinishReason.MOVED)
+        self._emit(seq, FinishReason.MOVED)
+        return not is_compiling
 
     def refuse(self, request_id: str, error: str) -> None:
         self._outputs.append(EngineOutput.ended(request_id, FinishReason.ERROR, error))
@@ -344,9 +365,8 @@ class Scheduler:
     def _take_what_ended(self) -> None:
         if self._compiling:
             self._take_compiled()
-        if self._hands_over:
-            self._handover.free_ended()
-            self._take_finished_reads()
+        self._handover.free_ended()
+        self._take_finished_reads()
         # Sequences whose KV was read join the running ones, while rows last.
         while self._ready and self._free_rows:
             self._seat(self._ready.pop(0))
@@ -394,7 +414,11 @@ class Scheduler:
     def _may_end(self, seq: Sequence) -> bool:
         """Return whether a sequence leaves its row with its pending token, whatever that is."""
         is_full = len(seq.token_ids) + seq.num_pending_tokens >= seq.max_total_len
-        return is_full or self._is_prefill
+        return is_full or self._leaves(seq)
+
+    def _leaves(self, seq: Sequence) -> bool:
+        """Return whether a sequence goes on elsewhere after its next token."""
+        return self._is_prefill or seq.is_leaving
 
     def _needs_token(self, seq: Sequence) -> bool:
         """Return whether a sequence's next step needs its pending token on the host."""
@@ -447,9 +471,13 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         assert not self._is_in_flight(seq), "a step in flight computes what is to be pre-empted"
         self._release(seq)
+        self._num_preemptions += 1
+        if seq.is_leaving:
+            self._finish(seq, FinishReason.MOVED)
+            self._emit(seq, FinishReason.MOVED)
+            return
         seq.forget_computed()
         insort(self._waiting, seq, key=_ARRIVAL)
-        self._num_preemptions += 1
 
     def _schedule_waiting(self, batch: Batch) -> None:
         while self._waiting:
@@ -555,7 +583,8 @@ class Scheduler:
             self._end(seq, FinishReason.STOP)
         elif len(token_ids) >= seq.max_total_len:
             self._end(seq, FinishReason.LENGTH)
-        elif self._is_prefill:
+        elif self._leaves(seq) and not self._is_in_flight(seq):
+            # If a step planned before it was to leave computes it still, it leaves after that.
             handoff = self._hand_over(seq)
         return EngineOutput(
             request_id=seq.request.request_id,
@@ -576,7 +605,7 @@ class Scheduler:
         self._finish(seq, reason)
 
     def _hand_over(self, seq: Sequence) -> KVHandoff:
-        """Take a prefilled sequence out of its row; its blocks stay under a handoff."""
+        """Take a sequence out of its row; its blocks stay under a handoff."""
         self._free_row(seq)
         self._finish(seq, FinishReason.HANDOFF)
         return self._handover.hold(seq)

@@ -75,6 +75,8 @@ class Sequence:
     """Head blocks that were offered to the prefix cache."""
     num_dropped_blocks: int = 0
     """Head blocks known to be scratch in the table: a sliding window has passed them."""
+    is_leaving: bool = False
+    """Whether another engine is to go on with it after its next token."""
     row: int = -1
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""

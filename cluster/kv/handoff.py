@@ -1,17 +1,17 @@
-"""Handing KV over from a prefill to a decode engine: which side may free what, and when.
+"""Handing KV over from one engine to another: which side may free what, and when.
 
-1. The prefill scheduler (`KVHandover.hold`) holds a sequence's blocks under a handoff with a lease
-   (`HandoffHolder.hold`).
-2. The decode scheduler registers the handoff (`KVReader.expect`), and its reader renews the lease
-   from then on.
+1. The scheduler that a sequence leaves (`KVHandover.hold`) holds its blocks under a handoff with a
+   lease (`HandoffHolder.hold`).
+2. The scheduler that goes on registers the handoff (`KVReader.expect`), and its reader renews the
+   lease from then on.
 3. Once it has allocated its own blocks, the scheduler starts the read (`KVReader.start`, which
    `KVPulls` in `cluster/kv/reads.py` decides on).
 4. The reader copies, then releases the handoff. The answer tells whether the lease was alive
    throughout; only then are the bytes trusted.
 5. Released, dropped and expired handoffs come out of `HandoffHolder.take_ended`, with several ranks
-   once they have ended on each (`GroupHolder`), and the prefill scheduler frees their blocks.
+   once they have ended on each (`GroupHolder`), and the holder's scheduler frees their blocks.
 
-If the decode side dies midway, renewals stop: `KVHolder.tick` ends the lease by the prefill side's
+If the reading side dies midway, renewals stop: `KVHolder.tick` ends the lease by the holding side's
 clock, the only one that counts, and the blocks are freed. `serve/pools/router.py` prefills the
 request again with the tokens so far. A lease that ended never lives again.
 
@@ -52,10 +52,10 @@ from cluster.wire.messages import (
 
 @dataclass(frozen=True)
 class HandoffMetadata:
-    """What a prefill engine writes into its handoffs, and a decode engine wants to find there."""
+    """What an engine writes into its handoffs, and wants to find in those that it reads."""
 
     sources: list[KVSource]
-    """One per tensor-parallel rank, in order; on an engine that only reads, its ranks' places."""
+    """One per tensor-parallel rank, in order."""
     block_bytes: int
     layout: str
     lease_s: float

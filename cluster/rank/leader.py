@@ -2,8 +2,8 @@
 
 Anything from outside comes in between two steps alone:
 
-1. Frames of ingresses that wait in the inbox (submissions, aborts) are decoded and given to the
-   scheduler, and followers' reports of KV that was read or released to the group's holder and
+1. Frames of ingresses that wait in the inbox (submissions, aborts, moves) are decoded and given to
+   the scheduler, and followers' reports of KV that was read or released to the group's holder and
    reader. Both are bounded, so that a flood cannot hold a step up.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from cluster.config import EngineConfig, Role
+from cluster.config import EngineConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep, OverlappedEngine
@@ -58,6 +58,7 @@ from cluster.wire.messages import (
     FrameError,
     Hello,
     Inbound,
+    Leave,
     OutputFrame,
     Submit,
     decode,
@@ -174,6 +175,8 @@ class Leader(Rank):
                         self.engine.scheduler.refuse(message.request_id, message.error)
                 case Abort():
                     self.engine.scheduler.abort(message.request_ids)
+                case Leave():
+                    self.engine.scheduler.leave(message.request_ids)
 
     def _expect(self, request_id: str, peer: bytes) -> bool:
         """Note where a request's outputs go; return whether it is a new one."""
@@ -230,14 +233,12 @@ class Leader(Rank):
             self._holder = GroupHolder(transfer.server, len(followers), tell)
         if transfer.puller is not None:
             self._reader = GroupReader(transfer.puller, len(followers), tell)
-        metadata: HandoffMetadata | None = None
-        if context.config.role is not Role.MIXED:
-            metadata = HandoffMetadata(
-                sources=[transfer.source, *(hello.source for hello in followers)],
-                block_bytes=self.runner.kv_spec.block_bytes,
-                layout=self.runner.kv_spec.layout,
-                lease_s=context.config.transfer.lease_s,
-            )
+        metadata = HandoffMetadata(
+            sources=[transfer.source, *(hello.source for hello in followers)],
+            block_bytes=self.runner.kv_spec.block_bytes,
+            layout=self.runner.kv_spec.layout,
+            lease_s=context.config.transfer.lease_s,
+        )
         return assemble_engine(
             context.config,
             self.runner,
@@ -338,7 +339,7 @@ class Inbox:
         port = self.socket.bind_to_random_port(f"tcp://{rank.host}")
         self.address = f"tcp://{rank.host}:{port}"
 
-    def take(self) -> Iterator[tuple[bytes, Submit | BadSubmit | Abort]]:
+    def take(self) -> Iterator[tuple[bytes, Submit | BadSubmit | Abort | Leave]]:
         """Yield what waits with the peer that sent it, as much as there is time for between two
         steps."""
         budget = Budget(MAX_INBOX_FRAMES, MAX_INBOX_S)

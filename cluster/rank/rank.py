@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 import torch
 import zmq
 
-from cluster.config import Role
 from cluster.engine.watchdog import Heartbeat
 from cluster.group.context import RankContext, RankStats
 from cluster.group.membership import GroupMembership
@@ -29,7 +28,7 @@ from model.parallel import Shard
 
 
 class KVConnector:
-    """What moves a rank's KV, from `start` on: a server on a prefill, a puller on a decode rank."""
+    """What moves a rank's KV, once started: a server for what leaves, a puller for what comes."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -38,10 +37,9 @@ class KVConnector:
         self.puller: KVPuller | None = None
 
     def storage(self, size_bytes: int) -> memoryview | None:
-        """Let peers map the pool of a rank that hands KV over on its node."""
+        """Let peers on its node map a rank's pool, unless it is a GPU's."""
         config = self._rank.config
-        hands_over = config.role is Role.PREFILL and config.device == "cpu"
-        if not hands_over or config.transfer.transport == "tcp":
+        if config.device != "cpu" or config.transfer.transport == "tcp":
             return None
         self._memory = SharedMemory(size_bytes)
         return self._memory.view
@@ -49,26 +47,24 @@ class KVConnector:
     def start(
         self, pool: torch.Tensor, sockets: zmq.Context[zmq.Socket[bytes]], doorbell: Doorbell
     ) -> None:
-        """Start the thread that the role asks for; `doorbell` rings when something has ended."""
+        """Start both threads; `doorbell` rings when something has ended."""
         rank, transfer = self._rank, self._rank.config.transfer
-        if rank.config.role is Role.PREFILL:
-            self.server = KVServer(
-                KVHolder(transfer.lease_s, time.monotonic),
-                pool,
-                host=rank.host,
-                credentials=rank.credentials,
-                epoch=rank.place.epoch,
-                doorbell=doorbell,
-            )
-        if rank.config.role is Role.DECODE:
-            self.puller = KVPuller(
-                pool,
-                tp_rank=rank.place.tp_rank,
-                transport=transfer.transport,
-                context=sockets,
-                credentials=rank.credentials,
-                doorbell=doorbell,
-            )
+        self.server = KVServer(
+            KVHolder(transfer.lease_s, time.monotonic),
+            pool,
+            host=rank.host,
+            credentials=rank.credentials,
+            epoch=rank.place.epoch,
+            doorbell=doorbell,
+        )
+        self.puller = KVPuller(
+            pool,
+            tp_rank=rank.place.tp_rank,
+            transport=transfer.transport,
+            context=sockets,
+            credentials=rank.credentials,
+            doorbell=doorbell,
+        )
 
     @property
     def source(self) -> KVSource:

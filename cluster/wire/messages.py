@@ -205,6 +205,13 @@ class Abort(Wire, frozen=True, tag=True):
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_ABORTS)]
 
 
+class Leave(Wire, frozen=True, tag=True):
+    """Let these requests go on elsewhere. One that runs ends with a handoff after its next token,
+    one that has computed nothing with `MOVED`; one that ends before is simply at its end."""
+
+    request_ids: Annotated[list[RequestId], Meta(max_length=MAX_ABORTS)]
+
+
 class Hello(Wire, frozen=True, tag=True):
     """Opens a connection to the leader `engine_id` of this epoch, which answers with a frame
     without outputs; no other answers."""
@@ -213,7 +220,7 @@ class Hello(Wire, frozen=True, tag=True):
     epoch: Count
 
 
-Inbound = Submit | Abort | Hello
+Inbound = Submit | Abort | Leave | Hello
 
 
 class _BadRequest(Wire, frozen=True):
@@ -263,7 +270,9 @@ class FinishReason(enum.StrEnum):
     """It has as many tokens as it asked for, or as the model takes."""
     ABORT = "abort"
     HANDOFF = "handoff"
-    """The prompt is computed, and a decode engine goes on."""
+    """The prompt is computed, or the request leaves: another engine goes on with its KV."""
+    MOVED = "moved"
+    """It leaves and has no KV here: another engine computes it."""
     ERROR = "error"
     KV_LOST = "kv_lost"
     """The prompt's KV could not be read, or an output is missing: it begins again elsewhere."""

@@ -27,6 +27,7 @@ from cluster.wire.messages import (
     GenerateRequest,
     Hello,
     KVHandoff,
+    Leave,
     Submit,
     encode,
 )
@@ -66,6 +67,8 @@ class Leader:
         """By request id, with its tokens when it came."""
         self._handed_over: dict[str, Mailbox] = {}
         """By request id: its KV is here until another leader has read it."""
+        self._leaving: set[str] = set()
+        """Those of them that were told to go on elsewhere."""
         self._num_others = 0
         self._aborts: list[str] = []
         self._connection = connect(report.inbox, self)
@@ -111,6 +114,13 @@ class Leader:
     def release(self, request_id: str) -> None:
         """Note that a request that was handed over does not need its KV here any more."""
         self._handed_over.pop(request_id, None)
+
+    def leave(self) -> None:
+        """Have everything that runs here for this ingress go on elsewhere."""
+        told = [request_id for request_id in self._running if request_id not in self._leaving]
+        self._leaving = {*self._running}
+        for i in range(0, len(told), MAX_ABORTS):
+            self._connection.send(encode(Leave(told[i : i + MAX_ABORTS])))
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, []
@@ -199,6 +209,9 @@ class Directory:
         for engine_id in [*self._leaders]:
             if self._leaders[engine_id].is_lost and engine_id not in reported:
                 del self._leaders[engine_id]  # its replica was replaced, under another name
+        for leader in self._leaders.values():
+            if leader.report.state == "draining" and self._able(leader.report.pool):
+                leader.leave()
         self._wake()
 
     async def choose(self, pool: str) -> Leader:

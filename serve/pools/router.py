@@ -3,7 +3,8 @@
 1. The request is submitted to the leader of the prefill pool that the directory chooses. Its tokens
    come back over the same connection.
 2. A prefill engine ends with a handoff; the request goes to a leader of the decode pool with the
-   handoff and with the tokens so far.
+   handoff and with the tokens so far. An engine that drains does the same: another one of its pool
+   goes on. What has no KV there yet begins again in the first pool.
 3. If the KV or an output is lost, or a leader's connection ends, it is prefilled again, wherever
    there is one that can take it. Its tokens so far count as output, so the client sees a pause, but
    no gap and nothing twice.
@@ -36,6 +37,8 @@ log = logging.getLogger("lockstep.router")
 MAX_PAUSE_S = 2.0
 """The longest pause between attempts; the first ones are shorter."""
 
+GOES_ON = (FinishReason.HANDOFF, FinishReason.MOVED)
+"""How an engine lets go of a request that another one goes on with."""
 LOST = (
     FinishReason.KV_LOST,
     FinishReason.DIED,
@@ -99,35 +102,43 @@ class Router:
     async def _attempt(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Run one prefill and what follows; the last output tells how it ended, or was lost."""
+        """Run the request on one engine after another; the last output says how it ended."""
         mailbox = Mailbox(request.request_id, self._tick)
         leaders: list[Leader] = []
-        has_ended, is_first = False, True
+        pool, handoff = self._first_pool, None
+        so_far = list(request.output_token_ids)
+        has_ended = False
         try:
-            leaders.append(await self._directory.choose(self._first_pool))
-            leaders[-1].submit(request, None, mailbox)
             while not has_ended:
-                output = await mailbox.get()
-                if is_first and output.token_ids:
-                    record.on_engine_output(output.queued_us)
-                    is_first = False
-                    for leader in leaders[:-1]:
-                        leader.release(request.request_id)
-                if output.finish_reason == FinishReason.HANDOFF:
+                leader = await self._directory.choose(pool)
+                is_first = all(each.report.pool != pool for each in leaders)
+                leaders.append(leader)
+                request = msgspec.structs.replace(request, output_token_ids=list(so_far))
+                leader.submit(request, handoff, mailbox)
+                goes_on = False
+                while not (has_ended or goes_on):
+                    output = await mailbox.get()
+                    if is_first and output.token_ids:
+                        record.on_engine_output(output.queued_us)
+                        is_first = False
+                    if output.token_ids:
+                        for each in leaders[:-1]:
+                            each.release(request.request_id)
+                    so_far += output.token_ids
+                    goes_on = output.finish_reason in GOES_ON
+                    if goes_on:
+                        handoff = output.handoff
+                        output = msgspec.structs.replace(
+                            output, finish_reason=FinishReason.NONE, handoff=None
+                        )
+                    has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
+                    if output.token_ids or output.finish_reason:
+                        yield output
+                if handoff is None:
+                    pool = self._first_pool
+                elif pool == "prefill":
                     record.on_handover()
-                    is_first = True
-                    so_far = [*request.output_token_ids, *output.token_ids]
-                    request = msgspec.structs.replace(request, output_token_ids=so_far)
-                    handoff = output.handoff
-                    output = msgspec.structs.replace(
-                        output, finish_reason=FinishReason.NONE, handoff=None
-                    )
-                    yield output
-                    leaders.append(await self._directory.choose("decode"))
-                    leaders[-1].submit(request, handoff, mailbox)
-                    continue
-                has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
-                yield output
+                    pool = "decode"
         finally:
             record.on_engines([leader.report.engine_id for leader in leaders])
             for leader in leaders:

@@ -430,6 +430,17 @@ class Router:
             self.ends[request_id] = reason
 
 
+def check_end(request: GenerateRequest, text: list[int], reason: str) -> None:
+    """Compare a finished text with the oracle's."""
+    whole = continuation(request)
+    if reason == "abort":
+        assert text == whole[: len(text)]
+        return
+    assert text == whole
+    is_stop = whole[-1] in request.sampling.stop_token_ids
+    assert reason == ("stop" if is_stop else "length")
+
+
 # --- random traces ------------------------------------------------------------------------------
 
 STREAMS = [[hash((family, i)) % VOCAB for i in range(MAX_MODEL_LEN)] for family in range(3)]

@@ -56,17 +56,6 @@ def run_mixed(
     return SimpleNamespace(engine=engine, texts=texts, ends=ends)
 
 
-def check_end(request: object, text: list[int], reason: str) -> None:
-    """Compare a finished text with the oracle's."""
-    whole = sim.continuation(request)
-    if reason == "abort":
-        assert text == whole[: len(text)]
-        return
-    assert text == whole
-    is_stop = whole[-1] in request.sampling.stop_token_ids  # type: ignore[attr-defined]
-    assert reason == ("stop" if is_stop else "length")
-
-
 @traces
 @given(data=st.data())
 def test_every_text_is_the_oracles_whatever_the_pool(data: st.DataObject) -> None:
@@ -76,7 +65,7 @@ def test_every_text_is_the_oracles_whatever_the_pool(data: st.DataObject) -> Non
     for arrival in trace:
         request_id = arrival.request.request_id
         end = result.ends[request_id]
-        check_end(arrival.request, result.texts[request_id], end.finish_reason)
+        sim.check_end(arrival.request, result.texts[request_id], end.finish_reason)
         assert 0 <= end.num_cached_tokens <= shape.caching * len(arrival.request.prompt_token_ids)
     assert result.engine.finished == result.engine.submitted
     assert result.engine.blocks.num_free_blocks == shape.num_blocks
@@ -113,7 +102,7 @@ def test_every_text_survives_prefill_handoff_and_loss(data: st.DataObject) -> No
     for arrival in trace:
         request_id = arrival.request.request_id
         if request_id in router.ends:
-            check_end(arrival.request, router.texts[request_id], router.ends[request_id])
+            sim.check_end(arrival.request, router.texts[request_id], router.ends[request_id])
         else:
             assert arrival.abort_at is not None, f"{request_id} never ended"
     for engine in (pair.prefill, pair.decode):
