@@ -6,15 +6,13 @@
 
 Schedule number i has the seed `--seed` + i, on any machine and in any process; `--only` runs one
 schedule and prints it. `--report` writes the distribution of steps, faults and outcomes, and for
-each planted bug the number of schedules until it is found. A long run may be made of several:
-`--tally FILE` keeps the account in a JSON file, and goes on behind the last seed of what is there.
+each planted bug the number of schedules until it is found.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import sys
 import time
@@ -45,25 +43,12 @@ class Tally:
     """What came of many schedules."""
 
     num_schedules: int = 0
-    took_s: float = 0.0
     steps: Counter[int] = field(default_factory=Counter)
     """How many schedules had so many agreed steps with work."""
     counts: Counter[str] = field(default_factory=Counter)
     """By ranks, faults, features, epochs and outcome."""
     totals: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, path: Path) -> Tally:
-        if not path.exists():
-            return cls()
-        fields = json.loads(path.read_text())
-        steps = Counter({int(num_steps): count for num_steps, count in fields["steps"].items()})
-        counts, totals = Counter(fields["counts"]), Counter(fields["totals"])
-        return cls(**{**fields, "steps": steps, "counts": counts, "totals": totals})
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(vars(self), indent=1, sort_keys=True) + "\n")
 
     def add(self, outcome: Outcome) -> None:
         schedule, finding = outcome.schedule, outcome.finding
@@ -154,23 +139,19 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", type=int, help="run one schedule and print it")
     parser.add_argument("--report", type=Path, help="also write the report, planted bugs included")
-    parser.add_argument("--tally", type=Path, help="go on from this file, and write it")
     arguments = parser.parse_args()
     if arguments.only is not None:
         outcome = run_seed(arguments.only)
         print(outcome)
         return int(outcome.finding is not None)
     gc.freeze()
-    tally = Tally() if arguments.tally is None else Tally.read(arguments.tally)
-    began, first = time.perf_counter(), arguments.seed + tally.num_schedules
-    for outcome in run_all(range(first, first + arguments.schedules), arguments.processes):
+    tally, began = Tally(), time.perf_counter()
+    seeds = range(arguments.seed, arguments.seed + arguments.schedules)
+    for outcome in run_all(seeds, arguments.processes):
         tally.add(outcome)
         if outcome.finding is not None:
             print(tally.findings[-1], flush=True)
     took_s = time.perf_counter() - began
-    tally.took_s += took_s
-    if arguments.tally is not None:
-        tally.write(arguments.tally)
     lines = [f"seeds from {arguments.seed}", *tally.lines()]
     lines.append(f"{arguments.schedules / took_s:.1f} schedules a second")
     print("\n".join(lines), flush=True)

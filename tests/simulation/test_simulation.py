@@ -83,18 +83,6 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -
     assert wanted <= set(tally.counts), sorted(wanted - set(tally.counts))
 
 
-def test_a_tally_goes_on_from_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "tally"
-    whole = runner.Tally()
-    for seed in range(4):
-        whole.add(run_schedule(draw_schedule(seed)))
-        part = runner.Tally.read(path)
-        part.add(run_schedule(draw_schedule(seed)))
-        part.write(path)
-    assert runner.Tally.read(path) == whole
-    assert list(runner.Tally.read(path).lines()) == list(whole.lines())
-
-
 @pytest.mark.feature("X04")
 def test_a_seed_gives_the_same_trace_in_every_process() -> None:
     seed = 11
