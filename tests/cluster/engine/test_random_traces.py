@@ -140,15 +140,6 @@ def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(data: st.DataObje
     assert num_drawn == sum(map(len, plain.texts.values())) - num_resumed
 
 
-@settings(traces, max_examples=200)
-@given(data=st.data())
-def test_equal_traces_give_equal_plans(data: st.DataObject) -> None:
-    trace = data.draw(sim.arrivals())
-    shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
-    first, second = run_mixed(trace, shape), run_mixed(trace, shape)
-    assert first.engine.plans == second.engine.plans
-
-
 @settings(traces, max_examples=300)
 @given(data=st.data())
 def test_what_is_remembered_of_the_head_changes_no_plan_where_nothing_is_cached(

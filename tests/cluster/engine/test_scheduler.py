@@ -78,17 +78,6 @@ def test_a_request_resumed_at_its_limit_ends_at_once() -> None:
     assert (output.finish_reason, output.token_ids) == ("length", [])
 
 
-def test_log_probabilities_stay_with_their_tokens() -> None:
-    engine = sim.FakeEngine(sim.Shape(budget=8, max_num_seqs=3))
-    for name, n in (("a", 2), ("b", 3), ("c", 9)):
-        engine.submit(sim.make_request(name, [3] * n))
-    plan = engine.scheduler.schedule()
-    assert plan.output_index == [0, 0, -1]
-    logprobs = [None, TokenLogprobs(-2.0, 1, [], [])]
-    outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, []))
-    assert [(o.request_id, o.logprobs) for o in outputs] == [("a", []), ("b", logprobs[1:])]
-
-
 # --- aborts -------------------------------------------------------------------------------------
 
 

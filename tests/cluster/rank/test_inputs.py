@@ -63,19 +63,6 @@ def test_padding_tokens_behind_prompts_belong_to_no_sequence(inputs: StepInputs)
     assert batch.attention.slot_mapping[2:].lt(BLOCK_SIZE).all()
 
 
-@pytest.mark.feature("D06")
-def test_buffers_stay_where_they_are(inputs: StepInputs) -> None:
-    addresses = set()
-    inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 9, admit=True))
-    for step in range(10, 18):
-        rows = list(range(1 + step % 5))
-        batch = inputs.build(decode_plan(rows, step), 6, 6)
-        attention = batch.attention
-        tensors = (batch.input_ids, batch.positions, attention.seq_lens, attention.block_table)
-        addresses.add(tuple(t.data_ptr() for t in (*tensors, attention.slot_mapping)))
-    assert len(addresses) == 1
-
-
 def test_a_batch_of_padding_alone_attends_to_nothing(inputs: StepInputs) -> None:
     inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 17, admit=True))
     decoding, prompt = inputs.dummy(4, 4), inputs.dummy(8, 1)
@@ -121,16 +108,6 @@ def test_a_row_that_is_given_away_is_sampled_as_its_new_sequence_wants(inputs: S
     batch = inputs.build(plan([0, 1], [1, 0], (admission(1, 0.0),)))
     assert (temperatures(batch), batch.wants_logprobs) == ([1.0, 0.0], [-1, -1])
     assert batch.sampling.num_logprobs == -1 and not batch.sampling.all_greedy
-
-
-def test_steps_of_the_same_sequences_differ_in_what_is_drawn_alone(inputs: StepInputs) -> None:
-    rows = (admission(0, 1.0), admission(1, 2.0))
-    first = inputs.build(plan([0, 1], [0, 0], rows)).sampling
-    drawn = first.uniform.tolist()
-    second = inputs.build(plan([0, 1], [1, 1])).sampling
-    assert second.uniform.tolist() != drawn
-    assert inputs.build(plan([0, 1], [0, 0])).sampling.uniform.tolist() == drawn
-    assert second.temperature.tolist() == [1.0, 2.0] and second.top_k.tolist() == [0, 7]
 
 
 def test_other_rows_between_two_steps_leave_nothing_behind(inputs: StepInputs) -> None:
