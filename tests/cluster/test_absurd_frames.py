@@ -91,7 +91,6 @@ class Served(RunningLeader):
         assert outputs[-1].finish_reason == "length"
 
     def check_rest(self) -> None:
-        """Nothing is left of any request."""
         scheduler = self.leader.engine.scheduler
         wait_for(lambda: not scheduler.has_unfinished)
         check_scheduler(scheduler)

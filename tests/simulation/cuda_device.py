@@ -242,7 +242,6 @@ class CudaDevice:
     # --- memory ---
 
     def holds(self, value: Any) -> bool:
-        """Return whether a value is a tensor on the device."""
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return False
         return not isinstance(value, FakeTensor | FunctionalTensor) and self.memory.holds(value)

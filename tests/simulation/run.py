@@ -40,8 +40,6 @@ def sizes_of(shapes: list[Shape]) -> str:
 
 @dataclass
 class Tally:
-    """What came of many schedules."""
-
     num_schedules: int = 0
     steps: Counter[int] = field(default_factory=Counter)
     """How many schedules had so many agreed steps with work."""

@@ -65,8 +65,6 @@ def make_request(
 
 @dataclass(frozen=True)
 class Shape:
-    """The limits of one engine."""
-
     num_blocks: int = 16
     block_size: int = 4
     max_num_seqs: int = 4
@@ -162,7 +160,6 @@ class FakeEngine:
         return self.scheduler.update(plan, SampledTokens(run(), [], []))
 
     def run(self, max_steps: int = 200) -> dict[str, list[EngineOutput]]:
-        """Step until nothing is left; return each request's outputs."""
         outputs: dict[str, list[EngineOutput]] = {}
         while self.scheduler.has_unfinished:
             assert self.num_steps < max_steps, f"unfinished after {max_steps} steps"
@@ -363,7 +360,6 @@ class Pair:
         return self.prefill.scheduler.has_unfinished or self.decode.scheduler.has_unfinished
 
     def run(self, max_ticks: int = 300) -> list[EngineOutput]:
-        """Let time pass until nothing is left; return all outputs."""
         outputs: list[EngineOutput] = []
         for _ in range(max_ticks):
             if not self.has_unfinished:
@@ -399,7 +395,6 @@ class Router:
                     self._later(arrival.abort_at, abort)
 
     def run(self, max_ticks: int) -> None:
-        """Let time pass until all is done; fail after `max_ticks`."""
         while self._due or self.pair.has_unfinished:
             assert self.pair.now < max_ticks, f"unfinished after {max_ticks} ticks"
             now, due = self.pair.now, self._due

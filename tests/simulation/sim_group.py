@@ -82,7 +82,6 @@ class SimHandle:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Tell the rank, a bit later."""
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"
         self._loop.after(0.05 * self._rng.random(), self._rank.tell_to_stop)
 
@@ -97,8 +96,6 @@ def _end(call: asyncio.Future[CallEnd], end: CallEnd) -> None:
 
 
 class SimGroup(RankGroup):
-    """The ranks of one epoch."""
-
     def __init__(self, world: World, shape: Shape, epoch: int) -> None:
         parallel = ParallelConfig(shape.tp_size, shape.dp_size)
         super().__init__(parallel, (), watchdog_s=WATCHDOG_S, epoch=epoch)
@@ -118,7 +115,6 @@ class SimGroup(RankGroup):
         self._connect()
         self.handles += [self.plants.handle(rank) for rank in self.ranks]
         self.struck: list[Fault] = []
-        """Faults that struck this epoch."""
         self.diverged_at = 0
         """The step for which a rank was told something else, if one was."""
         self._agreed: dict[int, StepAgreement] = {}

@@ -107,7 +107,6 @@ class SimRank:
         self.device.kill()
 
     def run(self) -> None:
-        """Step until the group ends."""
         raise NotImplementedError
 
     @property
@@ -146,8 +145,6 @@ class SimRank:
 
 
 class Job:
-    """One step's work."""
-
     def __init__(self, run: Callable[[], list[int]]) -> None:
         self.run = run
         self.drawn: list[int] | None = None
@@ -196,7 +193,6 @@ class AsyncDevice:
             self._loop.after(0.0, self.process.wake, self.process.ticket)
 
     def wait(self, job: Job) -> list[int]:
-        """Wait until it has ended, and return what it drew."""
         self._is_awaited = True
         while job.drawn is None and job.error is None:
             self._rank.process.wait()
@@ -245,7 +241,6 @@ class SimRunner:
         self.step_stats = rank.step_stats
         self.switch = rank.switch
         self.ended_step = 0
-        """The last one that was waited for."""
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
@@ -282,7 +277,6 @@ class SimRunner:
         return sampled
 
     def wait(self, launched: tuple[int, Job]) -> SampledTokens:
-        """Do what `ModelRunner.wait` does."""
         step, job = launched
         self.step_stats.run(step)
         sampled = self._rank.device.wait(job)
@@ -312,7 +306,6 @@ class SimRunner:
         return []
 
     def confirm(self, confirm: Callable[[], None]) -> None:
-        """Wait until all hold the step for the same."""
         confirm()
 
     def num_tokens(self, plan: StepPlan, across: tuple[int, ...]) -> int:
@@ -412,7 +405,6 @@ class SimLeader(SimRank):
             self.group.on_agreement(self.dp_rank, agreed)
 
     def _sleep(self) -> None:
-        """Wait until something is to be done, here or on a peer."""
         self.step_stats.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
         if not (self.inbox or self.peers.has_frames or self.has_rung or has_report):
@@ -440,7 +432,6 @@ class SimLeader(SimRank):
         self.engine.abort(request_ids)
 
     def send(self, outputs: list[EngineOutput]) -> list[str]:
-        """Do what `OutputSender.send` does; nothing is lost."""
         if self.aborted:
             self._check_aborts(outputs)
         self.group.on_outputs(self, outputs)
@@ -475,7 +466,6 @@ class SimFollower(SimRank):
         self.receiver.ring()
 
     def run(self) -> None:
-        """Do what the leader says until it ends."""
         self.loop.run()
 
     def on_plan(self, frame: StepFrame) -> None:

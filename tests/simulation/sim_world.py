@@ -103,8 +103,6 @@ NAMED = {
 
 
 class SimEngineLinks:
-    """The ingress's ways to engines."""
-
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -119,8 +117,6 @@ class SimEngineLinks:
 
 
 class SimLeaderLink:
-    """The pool's way to a leader."""
-
     def __init__(self, world: World, inbox: str) -> None:
         self.is_closed = False
         self._world = world
@@ -205,8 +201,6 @@ class Plants:
 
 @dataclass
 class Outcome:
-    """What came of a schedule."""
-
     schedule: Schedule
     finding: Violation | None = None
     num_steps: int = 0
@@ -220,7 +214,6 @@ class Outcome:
     """Handoffs that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    """Why groups ended."""
     simulated_s: float = 0.0
     trace: int = 0
     """A hash of all agreements and outputs with their times."""
@@ -232,8 +225,6 @@ def run_schedule(schedule: Schedule, plants: Plants | None = None) -> Outcome:
 
 
 class World:
-    """All of one simulation."""
-
     def __init__(self, schedule: Schedule, plants: Plants) -> None:
         self.schedule = schedule
         self.plants = plants

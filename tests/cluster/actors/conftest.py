@@ -25,7 +25,6 @@ async def _running_group(
     credentials: Credentials = CREDENTIALS,
     is_started: bool = True,
 ) -> AsyncIterator[Any]:
-    """Make a group, which is killed at the end."""
     import ray
 
     from cluster.actors.ray_ranks import create_group

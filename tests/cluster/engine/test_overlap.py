@@ -67,7 +67,6 @@ def engine_on(
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
-    """Step until nothing is left; return each request's tokens."""
     texts: dict[str, list[int]] = {}
     while engine.has_unfinished:
         for output in engine.step():

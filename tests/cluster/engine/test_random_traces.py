@@ -57,7 +57,6 @@ def run_mixed(
 
 
 def check_end(request: object, text: list[int], reason: str) -> None:
-    """Compare a finished text with the oracle's."""
     whole = sim.continuation(request)
     if reason == "abort":
         assert text == whole[: len(text)]

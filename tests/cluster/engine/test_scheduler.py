@@ -14,12 +14,6 @@ from cluster.wire.messages import SampledTokens, TokenLogprobs
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
 
-
-def texts(outputs: dict) -> dict[str, list[int]]:
-    """Return the tokens of each request."""
-    return {name: [t for o in each for t in o.token_ids] for name, each in outputs.items()}
-
-
 # --- T02: chunked prefill -----------------------------------------------------------------------
 
 

@@ -22,8 +22,6 @@ HANDOFF = KVHandoff(1, "r", [], [5], [1], 4, 64, "kv", 10.0)
 
 
 class Clock:
-    """A clock that stands still until told."""
-
     def __init__(self) -> None:
         self.now = 0.0
 

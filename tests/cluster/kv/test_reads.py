@@ -59,7 +59,6 @@ class SlowHolder:
         self.reads.start(name, blocks, blocks)
 
     def answer(self) -> None:
-        """Answer the oldest call."""
         call = self.calls.popleft()
         blocks = [memoryview(b"")] * len(call.block_ids) if isinstance(call, KVRead) else []
         self.now += CHUNK_S if blocks else 0

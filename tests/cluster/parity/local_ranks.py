@@ -66,7 +66,6 @@ def config_of(
 
 
 def wait_for(found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Return the first result that says something."""
     deadline = time.monotonic() + timeout_s
     while not (result := found()):
         assert time.monotonic() < deadline, f"waited for {timeout_s} s"
@@ -142,7 +141,6 @@ def make_engine(config: EngineConfig) -> Engine:
 
 
 def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[EngineOutput]]:
-    """Generate for all requests at once; return each one's outputs."""
     outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.submit(Submit(request, None))

@@ -124,7 +124,6 @@ def obey(rank: Leader | Follower, lost: list[str], num_late_before: int) -> None
 
 
 def main() -> None:
-    """Play ranks until the owner has no more."""
     while (told := hear()) is not None:
         num_late_before = num_late()
         rank, lost = load(*told), list[str]()

@@ -26,7 +26,7 @@ from parity_rows import LOADS, Request, Row, Run
 from cluster.config import EngineConfig, Role
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
-from cluster.wire.messages import EngineOutput, Submit
+from cluster.wire.messages import Submit
 from compile.counters import counter
 from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
@@ -301,8 +301,3 @@ def run_row(row: Row, oracle: Any, processes: RankProcesses, cache_dir: str) -> 
     config = row.config(oracle, cache_dir)
     is_stepped = row.dp == 1 and not row.kv
     return (step_through if is_stepped else serve)(row, oracle, config, processes)
-
-
-def outputs_of(run: Run) -> list[tuple[Request, list[EngineOutput]]]:
-    """Return each request with its outputs."""
-    return list(zip(run.requests, run.outputs, strict=True))

@@ -141,7 +141,6 @@ total_active_file 200
 
 
 def node(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    """Write what the kernel would show."""
     shown = {"proc/meminfo": f"MemTotal: 9999 kB\nMemAvailable: {FREE_KIB} kB\n", **files}
     if cgroup:
         shown["proc/self/cgroup"] = cgroup
