@@ -53,28 +53,6 @@ def test_padding_of_a_decode_step_keeps_nothing_of_an_earlier_one(inputs: StepIn
     assert batch.logits_index.tolist() == [0]
 
 
-@pytest.mark.feature("D03")
-def test_padding_tokens_behind_prompts_belong_to_no_sequence(inputs: StepInputs) -> None:
-    inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 17, admit=True))
-    batch = inputs.build(decode_plan([2, 4], 18), 8, 2)
-    assert batch.attention.seq_lens.tolist() == [19, 19]
-    assert batch.attention.num_decodes == 2
-    assert batch.input_ids.tolist() == [9, 11] + [0] * 6
-    assert batch.attention.slot_mapping[2:].lt(BLOCK_SIZE).all()
-
-
-def test_a_batch_of_padding_alone_attends_to_nothing(inputs: StepInputs) -> None:
-    inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 17, admit=True))
-    decoding, prompt = inputs.dummy(4, 4), inputs.dummy(8, 1)
-    for batch, num_decodes, num_tokens in ((decoding, 4, 4), (prompt, 0, 8)):
-        assert batch.attention.num_decodes == num_decodes
-        assert batch.attention.seq_lens.eq(0).all()
-        assert batch.attention.cu_seqlens_q.eq(0).all()
-        assert batch.input_ids.tolist() == [0] * num_tokens
-        assert batch.attention.slot_mapping.lt(BLOCK_SIZE).all()
-        assert batch.wants_logprobs == []
-
-
 # --- how rows are sampled -----------------------------------------------------------------
 
 
