@@ -197,8 +197,6 @@ class CudaDevice:
         self.memory, self.pinned = Memory(), Memory()
         self._pools: dict[tuple[int, int], list[Block]] = {}
 
-    # --- order ---
-
     def reorder(self, order: Order, seed: int = 0) -> None:
         """Let work that is put in from now on run in another order."""
         self._order = order
@@ -238,8 +236,6 @@ class CudaDevice:
             yield
         finally:
             self.current = before
-
-    # --- memory ---
 
     def holds(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.is_meta:

@@ -150,8 +150,6 @@ class Handover(KVPuller):
     def _post(self, command: Callable[[], None]) -> None:
         self._todo.append(command)
 
-    # --- what the reads need of the world ---
-
     def send(self, source: KVSource, call: KVCall) -> None:
         self._todo.append(lambda: self._answer(call))
 
@@ -345,13 +343,9 @@ class Case:
         overlap = "on" if self.is_overlapped else "off"
         return {**SIZES, **MODES[self.mode], "overlap": overlap}
 
-    @property
-    def name(self) -> str:
-        words = [self.mode, "overlapped" if self.is_overlapped else "plain"]
-        return " ".join(words + ["pair"] * self.is_pair)
-
     def __str__(self) -> str:
-        return f"{self.family} {self.name}"
+        words = [self.family, self.mode, "overlapped" if self.is_overlapped else "plain"]
+        return " ".join(words + ["pair"] * self.is_pair)
 
 
 def all_ways() -> list[Case]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from compile.config import CompilationConfig
+from cluster.config import EngineConfig
 
 pytestmark = pytest.mark.ray
 
@@ -18,13 +17,9 @@ NUM_PIECES = 3
 
 
 def config(oracle: Any, **compilation: Any) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=40),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-        compilation=CompilationConfig(level=3, cudagraph_mode="NONE", **compilation),
-    )
+    from local_ranks import config_of
+
+    return config_of(oracle.path, level=3, cudagraph_mode="NONE", **compilation)
 
 
 def start(engine: EngineConfig, board: Any) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from cluster.wire.messages import SampledTokens, TokenLogprobs
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
 
-# --- T02: chunked prefill -----------------------------------------------------------------------
-
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     engine = sim.FakeEngine(sim.Shape(budget=8))
@@ -31,9 +29,6 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert [plan.num_new for plan in engine.plans] == [[2], [1, 7], [1, 7], [1, 6]]
     assert [plan.output_index for plan in engine.plans] == [[0], [1, -1], [2, -1], [3, 0]]
     assert [plan.num_decodes for plan in engine.plans] == [0, 1, 1, 1]
-
-
-# --- T03: pre-emption ---------------------------------------------------------------------------
 
 
 @pytest.mark.feature("T03")
@@ -62,17 +57,11 @@ def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted() -> Non
     engine.run()
 
 
-# --- rows, limits and ends ----------------------------------------------------------------------
-
-
 def test_a_request_resumed_at_its_limit_ends_at_once() -> None:
     engine = sim.FakeEngine(sim.Shape())
     engine.submit(sim.make_request("a", [1], output=[1, 2], max_tokens=2))
     (output,) = engine.step()
     assert (output.finish_reason, output.token_ids) == ("length", [])
-
-
-# --- aborts -------------------------------------------------------------------------------------
 
 
 def test_an_abort_that_overtakes_its_request_wins_once() -> None:
@@ -103,9 +92,6 @@ def test_an_abort_while_the_step_runs_drops_its_token() -> None:
     assert [(o.request_id, o.token_ids) for o in outputs] == [("a", []), ("b", [8])]
     assert outputs[1].logprobs == logprobs[1:]
     sim.check_scheduler(engine.scheduler)
-
-
-# --- the blocked head of the queue ----------------------------------------------------------------
 
 
 def count_matches(engine: SimpleNamespace) -> list[str]:
@@ -165,9 +151,6 @@ def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order() -> None:
     sim.check_scheduler(engine.scheduler)
     finished = [o.request_id for _ in range(30) for o in engine.step() if o.token_ids]
     assert finished == names[1::2]
-
-
-# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,6 @@ def test_the_first_pieces_of_a_process_are_kept(
         assert child.stdout.split("\n")[-2] == wanted, child.stderr
 
 
-# --- what no engine can run ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "needed"), [("mistral window 13 wide heads", 4), ("mistral without window", 64)]
 )

@@ -320,9 +320,6 @@ def test_a_graph_needs_room_for_the_logits_that_it_scores(
         runner.close()
 
 
-# --- when it is ready ---------------------------------------------------------------------------
-
-
 @pytest.mark.feature("X01")
 @pytest.mark.parametrize("sealed", ["strict", "warn"])
 def test_a_rank_that_is_ready_captures_nothing_more(oracle: Any, sealed: str) -> None:
