@@ -37,17 +37,10 @@ MAX_STEPS = 10_000
 MAX_SERVE_S = 120.0
 EMPTY_WITHIN_S = 5.0
 """Behind the last request, also where clients have left; a lease is longer."""
-AFTER_READY = (
-    "num_graphs_seen",
-    "num_backend_compilations",
-    "num_cpp_builds",
-    "num_cudagraph_captured",
-    "num_late_compilations",
-    "num_late_captures",
-)
-"""Counters that stand still while requests are run."""
 EAGER = ("num_graphs_seen", "num_backend_compilations", "num_cudagraph_captured")
-"""Those of a start that does not compile or capture."""
+"""Counters that stand still at a start that does not compile or capture."""
+AFTER_READY = (*EAGER, "num_cpp_builds", "num_late_compilations", "num_late_captures")
+"""Those that do while requests are run."""
 
 
 class RankProcess:

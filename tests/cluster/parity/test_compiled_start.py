@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import run, tokens_of
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
@@ -48,9 +49,7 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
 
         def prefill(i: int) -> float:
             """Return the share after one more prompt, whose decodes replay full graphs."""
-            engine.submit(Submit(Request([1, 2, 3], 3).message(i), None))
-            while engine.has_unfinished:
-                engine.step()
+            run(engine, [Request([1, 2, 3], 3).message(i)])
             return forward.eager_gap_share
 
         frames = dict(torch._dynamo.utils.counters["frames"])
@@ -85,15 +84,13 @@ def test_passes_rewrite_pieces_that_no_compiler_sees(
     make_oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
     """Each sum of the residual is fused with the norm behind it; there are two in a layer."""
-    oracle, prompt, output = make_oracle("six heads"), [1, 2, 3], list[int]()
+    oracle, prompt = make_oracle("six heads"), [1, 2, 3]
     # Of three pieces that are compiled, the first ends before any sum; the others have two each.
     with (
         counter.expect(num_pass_matches=4, num_eager_compiles=3, num_inductor_compiles=0),
         started(oracle, ROW, str(tmp_path), use_inductor=False) as leader,
     ):
-        leader.engine.submit(Submit(Request(prompt, 6).message(0), None))
-        while leader.engine.has_unfinished:
-            output += [token for found in leader.engine.step() for token in found.token_ids]
+        output = tokens_of(run(leader.engine, [Request(prompt, 6).message(0)])["0"])
     assert len(output) == 6
     oracle.check_greedy(prompt, output)
 
