@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,26 +23,20 @@ from cluster.wire.messages import FrameError, KVHandoff
 HANDOFF = KVHandoff(1, "r", [], [5], [1], 4, 64, "kv", 10.0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def holder(clock: Clock) -> KVHolder:
-    return KVHolder(10.0, clock)
+def holder(clock: SimpleNamespace) -> KVHolder:
+    return KVHolder(10.0, lambda: clock.now)
 
 
 @pytest.mark.feature("P18")
-def test_a_lease_that_ran_out_is_dead_before_anyone_looks(holder: KVHolder, clock: Clock) -> None:
+def test_a_lease_that_ran_out_is_dead_before_anyone_looks(
+    holder: KVHolder, clock: SimpleNamespace
+) -> None:
     handoff_id = holder.hold("r", [3], [1])
     clock.now = 10.0
     assert not holder.is_alive(handoff_id)
@@ -53,7 +49,7 @@ def test_a_lease_that_ran_out_is_dead_before_anyone_looks(holder: KVHolder, cloc
 
 
 def test_the_next_deadline_is_that_of_the_least_recently_renewed(
-    holder: KVHolder, clock: Clock
+    holder: KVHolder, clock: SimpleNamespace
 ) -> None:
     assert holder.next_deadline() is None
     first, second = holder.hold("a", [1], [1]), holder.hold("b", [2], [1])
@@ -78,8 +74,8 @@ def test_a_handoff_covers_its_blocks_in_their_generations_only(holder: KVHolder)
 @settings(max_examples=300, deadline=None, print_blob=True, database=None)
 @given(data=st.data())
 def test_a_lease_that_ended_never_lives_again(data: st.DataObject) -> None:
-    clock = Clock()
-    holder = KVHolder(5.0, clock)
+    clock = SimpleNamespace(now=0.0)
+    holder = KVHolder(5.0, lambda: clock.now)
     deadlines = [0.0]  # by handoff; there is no handoff 0
     ended: list[int] = []
     num_sent = 0
