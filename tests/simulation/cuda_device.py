@@ -286,10 +286,7 @@ class CudaDevice:
 def bare_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a storage in the same memory that does not own it."""
     construct = torch._C._construct_storage_from_data_pointer
-    found: torch.UntypedStorage = construct(
-        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-    )
-    return found
+    return construct(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

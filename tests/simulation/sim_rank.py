@@ -163,7 +163,6 @@ class HostDevice:
         job.drawn = job.run()
 
     def wait(self, job: Job) -> list[int]:
-        assert job.drawn is not None
         return job.drawn
 
     def kill(self) -> None:
@@ -199,7 +198,6 @@ class AsyncDevice:
         self._is_awaited = False
         if job.error is not None:
             raise job.error
-        assert job.drawn is not None
         return job.drawn
 
     def kill(self) -> None:
@@ -347,7 +345,7 @@ class SimLeader(SimRank):
             self._reader = plants.group_reader(self.puller, num_followers, tell)
         blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
         metadata = self.group.metadata(self.dp_rank)
-        scheduler: Scheduler = plants.scheduler(
+        return plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
             RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
@@ -355,7 +353,6 @@ class SimLeader(SimRank):
             if metadata is not None
             else None,
         )
-        return scheduler
 
     def start(self) -> None:
         """Make the engine and run. Called from the loop."""

@@ -153,8 +153,7 @@ class SimPool:
         return self._world.loop.create_task(self.core.generate(request_id, frame, CONFIG_HASH))
 
     def new_group(self, epoch: int) -> RankGroup:
-        group: RankGroup = self._world.plants.group(self._world, self._shape, epoch)
-        return group
+        return self._world.plants.group(self._world, self._shape, epoch)
 
     async def connect(self, inboxes: Sequence[str]) -> list[SimLeaderLink]:
         for link in self._links:

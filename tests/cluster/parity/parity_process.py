@@ -74,7 +74,6 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
 
 def lose_first_handoffs(rank: Leader | Follower, lost: list[str]) -> None:
     """Let a prefill rank forget the handoff of each request's first attempt, and note whose."""
-    assert rank.transfer.server is not None
     # Under the server's lock: a reader that is early must not release the handoff in between.
     holder = rank.transfer.server._holder
     real_hold = holder.hold

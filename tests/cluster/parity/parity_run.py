@@ -56,19 +56,16 @@ class RankProcess:
         )
 
     def tell(self, what: Any) -> None:
-        assert self.process.stdin is not None
         pickle.dump(what, self.process.stdin)
         self.process.stdin.flush()
 
     def hear(self) -> Any:
-        assert self.process.stdout is not None
         return pickle.load(self.process.stdout)
 
     def ask(self, what: str) -> Report:
         """Return the report of a rank that was loaded, after it did what it is asked."""
         self.tell(what)
-        found: Report = self.hear()
-        return found
+        return self.hear()
 
     def kill(self) -> None:
         self.process.kill()
@@ -199,7 +196,6 @@ def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankPro
 def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
     """Run all requests; return the agreements of all steps, however many."""
     engine, log, replays = leader.engine, list[dict[str, Any]](), run.replays_by_step
-    assert replays is not None
     waiting = sorted(
         range(len(run.requests)), key=lambda i: (run.requests[i].at is None, run.requests[i].at, i)
     )

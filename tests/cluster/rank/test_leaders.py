@@ -85,7 +85,6 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
         mine = PeerHello(PROTOCOL_VERSION, "test", EPOCH, told[rank].nonce, rank, size, 0)
         changed = {name: by_rank[rank] for name, by_rank in hello.items() if rank in by_rank}
         sockets = opened[rank].peers
-        assert sockets is not None
         try:
             altered = msgspec.structs.replace(mine, **changed)
             sockets.open(told[rank].earlier, altered, lambda name: None)
@@ -172,8 +171,7 @@ class Pair:
             is_idle = all(leader.engine.is_idle for leader in self.leaders)
             return found if is_idle and len(found) == 2 and len(set(found)) == 1 else []
 
-        asleep: list[int] = wait_for(steps)
-        return asleep
+        return wait_for(steps)
 
     def tokens_told(self, wanted: dict[str, int]) -> dict[str, int]:
         """Return how many tokens were told of each request, waiting for as many as are wanted."""

@@ -71,8 +71,7 @@ class Reader:
         if not self.socket.poll(timeout_ms):
             return None
         _, body, *_ = self.socket.recv_multipart()
-        answer: KVAnswer = decode(body, KVAnswer)
-        return answer
+        return decode(body, KVAnswer)
 
 
 @pytest.fixture
@@ -330,8 +329,7 @@ class Target:
         handoff = KVHandoff(handoff_id, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
         self.puller.expect("r", handoff)
         self.puller.start("r", handoff, [0], [3])
-        result: ReadEnded = wait_for(self.puller.take_finished)[0]
-        return result
+        return wait_for(self.puller.take_finished)[0]
 
 
 @pytest.fixture
