@@ -168,9 +168,6 @@ class Handover(KVPuller):
     def is_mapped(self, source: KVSource) -> bool:
         return False
 
-    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
-        raise OSError("wanted a mapped source")
-
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         self._target.scatter(ids, blocks)
         self.called.update({COPIES: len(ids), TRANSFERS: 1})

@@ -57,7 +57,10 @@ LAST_STAGE = 4
 
 
 class SimRank:
-    """What all ranks are: a process whose phases are recorded, where faults strike."""
+    """What all ranks are: a process whose phases are recorded, where faults strike.
+
+    Leaders and followers add `run`, `last_step`, and `ring`, which wakes one that sleeps.
+    """
 
     def __init__(self, group: SimGroup, index: int) -> None:
         self.group = group
@@ -85,10 +88,6 @@ class SimRank:
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
 
-    def ring(self) -> None:
-        """Ring the doorbell: wake the rank if it sleeps. Called from the loop."""
-        raise NotImplementedError
-
     def start(self) -> None:
         """Run, and compile elsewhere. Called from the loop."""
         self.process.wake(self.process.ticket)
@@ -105,13 +104,6 @@ class SimRank:
         """Do what SIGKILL does. Called from the loop."""
         self.process.kill()
         self.device.kill()
-
-    def run(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def last_step(self) -> int:
-        raise NotImplementedError
 
     def due(self, kinds: tuple[str, ...]) -> Fault | None:
         fault = self.group.world.fault

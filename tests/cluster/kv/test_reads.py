@@ -40,9 +40,6 @@ class SlowHolder:
     def is_mapped(self, source: KVSource) -> bool:
         return False
 
-    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
-        raise AssertionError("nothing is mapped")
-
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         assert len(ids) == len(blocks)
 
