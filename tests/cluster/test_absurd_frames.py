@@ -121,10 +121,7 @@ NAME = "absurd 000000"
 
 
 def good_frames(served: Served) -> list[Any]:
-    """Return frames that hold something in every field, and a handoff that this engine would take.
-
-    Its blocks are there to be read, but nobody answers where it says.
-    """
+    """Return frames with something in every field; nobody answers where the handoff says."""
     rules = LogitRules(0.5, 0.5, 1.1, (3, 4), (1.0, -2.0), b"\xff" * 32, 2)
     sampling = Sampling(0.8, 40, 0.9, 0.05, 7, NUM_TOKENS, (9, 300), 2, 3, rules, None)
     asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.ingress.reply_to, b"")

@@ -120,10 +120,7 @@ class FakeEngine:
         self.scheduler.add(Submit(request, handoff))
 
     def step(self) -> list[EngineOutput]:
-        """Run one step; fail where an invariant does not hold.
-
-        If overlapped, the outputs are those of the step before, as from `OverlappedEngine`.
-        """
+        """Run one step, checked; if overlapped, return the outputs of the one before."""
         outputs = self._step()
         check_scheduler(self.scheduler)
         self._check_outputs(outputs)

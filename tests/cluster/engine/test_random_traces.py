@@ -26,12 +26,7 @@ traces = settings(
 def run_mixed(
     trace: list, shape: object, *, forgets: bool = False, is_overlapped: bool = False
 ) -> SimpleNamespace:
-    """Run a trace on one engine; return the engine, texts and last outputs.
-
-    Args:
-        forgets: the scheduler looks up the head of its queue in every step.
-        is_overlapped: each step is planned while the one before is in flight.
-    """
+    """Run a trace on one engine. One that forgets looks up the head of its queue in every step."""
     engine = sim.FakeEngine(shape, is_overlapped=is_overlapped)
     if forgets:
         engine.scheduler._is_worth_a_try = lambda seq, batch: True

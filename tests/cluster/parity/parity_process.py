@@ -53,12 +53,7 @@ def num_late() -> int:
 
 
 def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Report:
-    """Return what a rank has done.
-
-    Args:
-        num_late_before: `num_late()` when the rank was made; a process may play ranks, or run other
-            tests, one after another.
-    """
+    """Return what a rank has done since it was made, when `num_late()` was `num_late_before`."""
     forward = rank.runner.forward
     return Report(
         rank.stats(),

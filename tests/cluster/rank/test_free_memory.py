@@ -37,10 +37,7 @@ from model.kernels import cpu
 def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
     oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once both have KV: what a rank of the node finds is what others are about to take.
-
-    One tells progress, and each knows the tokens of all.
-    """
+    """Once both have KV: what a rank of the node finds is what others are about to take."""
     path, log = oracle.path, list[str]()
     entered: list[tuple[int, ForwardContext]] = []
     # The last rank has no room for graphs of two sequences.

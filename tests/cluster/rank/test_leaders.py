@@ -215,8 +215,7 @@ def pair(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def run_both(pair: Pair, *, stays_open: bool = False) -> dict[int, Exception]:
     """Set both leaders running; return where their errors will be.
 
-    Args:
-        stays_open: who raises keeps its sockets, as a process does until its owner kills it.
+    Who raises closes its sockets, or keeps them as a process does until its owner kills it.
     """
     errors: dict[int, Exception] = {}
 
