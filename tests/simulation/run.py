@@ -43,7 +43,6 @@ class Tally:
     """How many schedules had so many agreed steps with work."""
     counts: Counter[str] = field(default_factory=Counter)
     """By ranks, faults, features, epochs and outcome."""
-    totals: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -63,15 +62,6 @@ class Tally:
         names += ["had: handoff"] * bool(outcome.num_handoffs)
         names.append(f"outcome: {finding.kind if finding else 'holds'}")
         self.counts.update(names)
-        self.totals.update(
-            requests=outcome.num_requests,
-            aborted=outcome.num_aborted,
-            attempts=outcome.num_resubmitted,
-            preemptions=outcome.num_preemptions,
-            handoffs=outcome.num_handoffs,
-            steps=outcome.num_steps,
-            simulated_s=round(outcome.simulated_s),
-        )
         if finding is not None:
             again = f"python tests/simulation/run.py --only {schedule.seed}"
             self.findings.append(f"{finding}; again: {again}")
@@ -84,8 +74,6 @@ class Tally:
         )
         for name, count in sorted(self.counts.items()):
             yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
-        for name, count in sorted(self.totals.items()):
-            yield f"  in all: {name:16} {count:8}"
         yield from self.findings[:MAX_TOLD]
 
     def _steps_at(self, share: float) -> int:

@@ -190,7 +190,7 @@ class Ingress:
 async def generate(
     inboxes: list[str], prompts: list[list[int]], num_tokens: int, pause_s: float = 0.0
 ) -> tuple[list[list[int]], int]:
-    """Submit each prompt to its inbox; return greedy tokens, and how many of prompts were cached."""
+    """Submit each prompt to its inbox; return greedy tokens, and how many were cached."""
     ingress, num_left, num_cached = Ingress(), len(prompts), 0
     tokens: list[list[int]] = [[] for _ in prompts]
     sends = {inbox: ingress.inbox(inbox) for inbox in set(inboxes)}
