@@ -39,8 +39,8 @@ def sizes_of(shapes: list[Shape]) -> str:
 @dataclass
 class Tally:
     num_schedules: int = 0
-    steps: Counter[int] = field(default_factory=Counter)
-    """How many schedules had so many agreed steps with work."""
+    steps: list[int] = field(default_factory=list)
+    """Agreed ones with work, of each schedule."""
     counts: Counter[str] = field(default_factory=Counter)
     """By ranks, faults, features, epochs and outcome."""
     findings: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Tally:
     def add(self, outcome: Outcome) -> None:
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
-        self.steps[outcome.num_steps] += 1
+        self.steps.append(outcome.num_steps)
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
         names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
@@ -68,21 +68,12 @@ class Tally:
 
     def lines(self) -> Iterator[str]:
         yield f"{self.num_schedules} schedules, {len(self.findings)} findings"
-        yield (
-            f"agreed steps with work: least {min(self.steps)}, p50 {self._steps_at(0.5)}, "
-            f"p99 {self._steps_at(0.99)}, most {max(self.steps)}"
-        )
+        steps = sorted(self.steps)
+        p50, p99 = steps[len(steps) // 2], steps[len(steps) * 99 // 100]
+        yield f"agreed steps with work: least {steps[0]}, p50 {p50}, p99 {p99}, most {steps[-1]}"
         for name, count in sorted(self.counts.items()):
             yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
         yield from self.findings[:MAX_TOLD]
-
-    def _steps_at(self, share: float) -> int:
-        left = share * self.num_schedules
-        for num_steps in sorted(self.steps):
-            left -= self.steps[num_steps]
-            if left <= 0:
-                return num_steps
-        return max(self.steps)
 
 
 def schedules_until_found(plants: Plants) -> str:
