@@ -177,19 +177,15 @@ def altered_frames(draw: st.DrawFn, served: Served) -> bytes:
     return msgspec.msgpack.encode(content)
 
 
-def send_absurd(served: Served, data: st.DataObject) -> None:
-    name = f"absurd {next(served.ids):06}".encode()
-    served.send(data.draw(altered_frames(served)).replace(NAME.encode(), name))
-    served.num_sent += 1
-    if served.num_sent % 20 == 0:
-        served.check()
-
-
 def test_nonsense_ends_no_leader(served: Served, fuzz: Callable[[int], settings]) -> None:
     @fuzz(NUM_FRAMES)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
-        send_absurd(served, data)
+        name = f"absurd {next(served.ids):06}".encode()
+        served.send(data.draw(altered_frames(served)).replace(NAME.encode(), name))
+        served.num_sent += 1
+        if served.num_sent % 20 == 0:
+            served.check()
 
     check()
 

@@ -362,14 +362,12 @@ class World:
             self.outcome.num_resubmitted += 1
 
     def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
-        if self.schedule.loses_aborts and self._is_lost_abort(body):
-            return
+        is_abort = self.schedule.loses_aborts and decode(body, Any)[0] == "Abort"
+        if is_abort and self.rng.random() < 0.5:
+            return  # it is lost
         pool, epoch, dp_rank = inbox.split("/")
         leader = self._groups[pool, int(epoch)].leaders[int(dp_rank)]
         self.loop.at(self._arrival(sender, inbox), leader.receive, body)
-
-    def _is_lost_abort(self, body: bytes) -> bool:
-        return decode(body, Any)[0] == "Abort" and self.rng.random() < 0.5
 
     def send_outputs(
         self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
