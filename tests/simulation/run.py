@@ -1,17 +1,20 @@
 """Run many schedules of the simulator, print what came of them, and fail if anything was found.
 
     python tests/simulation/run.py --schedules 50000 --seed 0
-    python tests/simulation/run.py --schedules 1000000 --processes 32
+    python tests/simulation/run.py --schedules 1000000 --processes 32 --report report.txt
     python tests/simulation/run.py --only 4711
 
 Schedule number i has the seed `--seed` + i, on any machine and in any process; `--only` runs one
-schedule and prints it.
+schedule and prints it. `--report` writes what is printed, and the number of schedules until each
+planted bug is found. A long run may be made of several: `--tally FILE` keeps the account in a JSON
+file, and goes on behind the last seed of what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import multiprocessing
 import sys
 import time
@@ -23,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from sim_bugs import BUGS  # noqa: E402
 from sim_schedule import Shape, draw_schedule  # noqa: E402
 from sim_world import Outcome, Plants, run_schedule  # noqa: E402
 
@@ -43,7 +47,19 @@ class Tally:
     """Agreed ones with work, of each schedule."""
     counts: Counter[str] = field(default_factory=Counter)
     """By ranks, faults, features, epochs and outcome."""
+    totals: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Tally:
+        if not path.exists():
+            return cls()
+        found = json.loads(path.read_text())
+        counters = {name: Counter(found[name]) for name in ("counts", "totals")}
+        return cls(**{**found, **counters})
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(vars(self)) + "\n")
 
     def add(self, outcome: Outcome) -> None:
         schedule, finding = outcome.schedule, outcome.finding
@@ -62,6 +78,14 @@ class Tally:
         names += ["had: handoff"] * bool(outcome.num_handoffs)
         names.append(f"outcome: {finding.kind if finding else 'holds'}")
         self.counts.update(names)
+        self.totals.update(
+            requests=outcome.num_requests,
+            aborted=outcome.num_aborted,
+            attempts=outcome.num_resubmitted,
+            preemptions=outcome.num_preemptions,
+            handoffs=outcome.num_handoffs,
+            steps=outcome.num_steps,
+        )
         if finding is not None:
             again = f"python tests/simulation/run.py --only {schedule.seed}"
             self.findings.append(f"{finding}; again: {again}")
@@ -73,6 +97,8 @@ class Tally:
         yield f"agreed steps with work: least {steps[0]}, p50 {p50}, p99 {p99}, most {steps[-1]}"
         for name, count in sorted(self.counts.items()):
             yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
+        for name, count in sorted(self.totals.items()):
+            yield f"  in all: {name:16} {count:8}"
         yield from self.findings[:MAX_TOLD]
 
 
@@ -82,6 +108,12 @@ def schedules_until_found(plants: Plants) -> str:
         if finding is not None:
             return f"{i + 1:5} {finding.kind}"
     return f"{MAX_UNTIL_FOUND:5} and not found"
+
+
+def bug_lines() -> Iterator[str]:
+    yield "schedules until a planted bug is found, and as what:"
+    for name, plants in BUGS.items():
+        yield f"  {name:42} {schedules_until_found(plants)}"
 
 
 def run_seed(seed: int) -> Outcome:
@@ -106,22 +138,30 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", type=int, help="run one schedule and print it")
+    parser.add_argument("--report", type=Path, help="also write the report, planted bugs included")
+    parser.add_argument("--tally", type=Path, help="go on from this file, and write it")
     arguments = parser.parse_args()
     if arguments.only is not None:
         outcome = run_seed(arguments.only)
         print(outcome)
         return int(outcome.finding is not None)
     gc.freeze()
-    tally, began = Tally(), time.perf_counter()
-    seeds = range(arguments.seed, arguments.seed + arguments.schedules)
-    for outcome in run_all(seeds, arguments.processes):
+    tally = Tally() if arguments.tally is None else Tally.read(arguments.tally)
+    began, first = time.perf_counter(), arguments.seed + tally.num_schedules
+    for outcome in run_all(range(first, first + arguments.schedules), arguments.processes):
         tally.add(outcome)
         if outcome.finding is not None:
             print(tally.findings[-1], flush=True)
     took_s = time.perf_counter() - began
+    if arguments.tally is not None:
+        tally.write(arguments.tally)
     lines = [f"seeds from {arguments.seed}", *tally.lines()]
     lines.append(f"{arguments.schedules / took_s:.1f} schedules a second")
     print("\n".join(lines), flush=True)
+    if arguments.report is not None:
+        bugs = list(bug_lines())
+        print("\n".join(bugs))
+        arguments.report.write_text("\n".join([*lines, *bugs]) + "\n")
     return int(bool(tally.findings))
 
 

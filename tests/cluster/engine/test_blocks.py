@@ -65,6 +65,17 @@ def test_the_least_recently_freed_sequence_is_evicted_first(blocks: BlockManager
     assert len(blocks.match(make_sequence([2] * 17))) == 4
 
 
+def test_a_hit_that_nobody_holds_is_not_counted_as_room(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(16)))
+    compute(blocks, seq)
+    blocks.free(seq)
+    same = make_sequence(list(range(36)))
+    cached = blocks.match(same)
+    assert len(cached) == 4 and blocks.num_saved(cached) == 0
+    blocks.acquire(make_sequence(list(range(16))), cached)
+    assert blocks.num_saved(cached) == 4
+
+
 @settings(max_examples=300, deadline=None, print_blob=True, database=None)
 @given(data=st.data())
 def test_a_generation_counts_how_often_a_block_got_new_content(data: st.DataObject) -> None:

@@ -32,6 +32,21 @@ def scope_of(
     return rank_scope(RankContext(config), group or GroupMembership(None, Shard()), pools)
 
 
+@pytest.mark.feature("Q02")
+@pytest.mark.parametrize(
+    ("role", "mode"),
+    [
+        (Role.PREFILL, CUDAGraphMode.PIECEWISE),
+        (Role.DECODE, CUDAGraphMode.FULL_DECODE_ONLY),
+        (Role.MIXED, CUDAGraphMode.FULL_AND_PIECEWISE),
+    ],
+)
+def test_a_rank_captures_what_its_role_replays(
+    tiny_checkpoint: Path, role: Role, mode: CUDAGraphMode
+) -> None:
+    assert scope_of(tiny_checkpoint, role, level=3).config.cudagraph_mode is mode
+
+
 @pytest.mark.feature("B08")
 def test_attention_that_cannot_be_in_every_graph_lessens_the_mode_with_one_warning(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,41 @@ def test_padding_of_a_decode_step_keeps_nothing_of_an_earlier_one(inputs: StepIn
     assert batch.logits_index.tolist() == [0]
 
 
+@pytest.mark.feature("D03")
+def test_padding_tokens_behind_prompts_belong_to_no_sequence(inputs: StepInputs) -> None:
+    inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 17, admit=True))
+    batch = inputs.build(decode_plan([2, 4], 18), 8, 2)
+    assert batch.attention.seq_lens.tolist() == [19, 19]
+    assert batch.attention.num_decodes == 2
+    assert batch.input_ids.tolist() == [9, 11] + [0] * 6
+    assert batch.attention.slot_mapping[2:].lt(BLOCK_SIZE).all()
+
+
+@pytest.mark.feature("D06")
+def test_buffers_stay_where_they_are(inputs: StepInputs) -> None:
+    addresses = set()
+    inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 9, admit=True))
+    for step in range(10, 18):
+        rows = list(range(1 + step % 5))
+        batch = inputs.build(decode_plan(rows, step), 6, 6)
+        attention = batch.attention
+        tensors = (batch.input_ids, batch.positions, attention.seq_lens, attention.block_table)
+        addresses.add(tuple(t.data_ptr() for t in (*tensors, attention.slot_mapping)))
+    assert len(addresses) == 1
+
+
+def test_a_batch_of_padding_alone_attends_to_nothing(inputs: StepInputs) -> None:
+    inputs.build(decode_plan([0, 1, 2, 3, 4, 5], 17, admit=True))
+    decoding, prompt = inputs.dummy(4, 4), inputs.dummy(8, 1)
+    for batch, num_decodes, num_tokens in ((decoding, 4, 4), (prompt, 0, 8)):
+        assert batch.attention.num_decodes == num_decodes
+        assert batch.attention.seq_lens.eq(0).all()
+        assert batch.attention.cu_seqlens_q.eq(0).all()
+        assert batch.input_ids.tolist() == [0] * num_tokens
+        assert batch.attention.slot_mapping.lt(BLOCK_SIZE).all()
+        assert batch.wants_logprobs == []
+
+
 # --- how rows are sampled -----------------------------------------------------------------
 
 
