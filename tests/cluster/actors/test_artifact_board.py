@@ -17,7 +17,7 @@ NUM_PIECES = 3
 
 
 def config(oracle: Any, **compilation: Any) -> EngineConfig:
-    from local_ranks import config_of
+    from local_ranks import config_of  # which Ray's workers, that import this file, do not find
 
     return config_of(oracle.path, level=3, cudagraph_mode="NONE", **compilation)
 
@@ -63,8 +63,7 @@ def test_nodes_fetch_what_one_of_them_compiles(
     assert sum(rank["compilations"] for rank in told) == num_compilations
     assert sum(rank["loaded"] for rank in told) == 2 * NUM_PIECES - num_compilations
     # Each has all artifacts on its own disk: its next start asks nobody.
-    for node in nodes:
-        [again] = ray.get([remote.remote(node, None)], timeout=600)
+    for again in ray.get([remote.remote(node, None) for node in nodes], timeout=600):
         assert (again["compilations"], again["cpp_builds"]) == (0, 0)
         assert again["loaded"] == NUM_PIECES
     ray.kill(board)

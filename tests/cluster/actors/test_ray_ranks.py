@@ -50,12 +50,44 @@ async def reported(group: Any) -> Any:
                 return await group.report()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may be late on a busy machine."""
+    from cluster.actors import rank_group
+
+    monkeypatch.setattr(rank_group, "BLAME_S", 5.0)
+
+
+async def kill_a_follower(group: Any, report: Any) -> None:
+    """It is named as soon as Ray knows, whatever its leader, pulled out of a collective, raises."""
+    ended = asyncio.create_task(group.wait_for_end())
+    killed_at = time.monotonic()
+    os.kill(report.ranks[1].pid, signal.SIGKILL)
+    await group.runs[1]
+    died_at = time.monotonic()
+    name = await ended
+    named_at = time.monotonic()
+    print(f"{name!r} after {died_at - killed_at:.3f} s and {named_at - died_at:.3f} s")
+    assert name.startswith("rank dp=0 tp=1 epoch=0 ended:")
+    assert named_at - died_at < 10
+    # The leader is of no use any more: it was killed too.
+    async with asyncio.timeout(60):
+        while os.path.exists(f"/proc/{report.ranks[0].pid}"):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.feature("P01", "P19")
-@pytest.mark.parametrize(("shape", "size"), [("odd vocabulary", 2), ("one kv head", 4)])
+@pytest.mark.parametrize(
+    ("shape", "size", "end"), [("odd vocabulary", 2, "killed"), ("one kv head", 4, "stopped")]
+)
 def test_ranks_of_a_group_generate_what_transformers_does(
-    running_group: Any, make_oracle: Callable[[str], Any], shape: str, size: int
+    running_group: Any, make_oracle: Callable[[str], Any], shape: str, size: int, end: str
 ) -> None:
-    """Three long sequences fill the pool: some are pre-empted. Prompts come in chunks."""
+    """Three long sequences fill the pool: some are pre-empted. Prompts come in chunks.
+
+    In the end an idle follower is killed, and named; or all are stopped.
+    """
     import ray
 
     oracle = make_oracle(shape)
@@ -84,6 +116,9 @@ def test_ranks_of_a_group_generate_what_transformers_does(
             scheduler = report.ranks[0].scheduler
             assert scheduler.num_free_blocks == scheduler.num_blocks == 80
 
+            if end == "killed":
+                await kill_a_follower(group, report)
+                return
             ended = asyncio.create_task(group.wait_for_end())
             await group.stop()
             assert (await ended).endswith("ended: stopped")
@@ -91,40 +126,20 @@ def test_ranks_of_a_group_generate_what_transformers_does(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
-    running_group: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch, busy: bool
+@pytest.mark.usefixtures("patient")
+def test_a_follower_that_is_killed_in_the_middle_of_steps_is_named(
+    running_group: Any, oracle: Any
 ) -> None:
-    """Also while its leader, pulled out of a collective, ends with an error of its own."""
-    from cluster.actors import rank_group
-
-    monkeypatch.setattr(rank_group, "BLAME_S", 5.0)  # Ray may be late on a busy machine
     engine = config_of(oracle.path, 128, num_kv_blocks=80, parallel=(2,))
 
     async def scenario() -> None:
         async with running_group(engine) as group:
             report = await reported(group)
-            ended = asyncio.create_task(group.wait_for_end())
-            load: asyncio.Task[Any] | None = None
-            if busy:
-                prompts = [list(range(i, i + 30)) for i in range(8)]
-                load = asyncio.create_task(generate(group.inboxes * 8, prompts, 90))
-                await asyncio.sleep(0.15)
-            killed_at = time.monotonic()
-            os.kill(report.ranks[1].pid, signal.SIGKILL)
-            await group.runs[1]
-            died_at = time.monotonic()
-            name = await ended
-            named_at = time.monotonic()
-            print(f"{name!r} after {died_at - killed_at:.3f} s and {named_at - died_at:.3f} s")
-            assert name.startswith("rank dp=0 tp=1 epoch=0 ended:")
-            assert named_at - died_at < 10
-            if load is not None:
-                load.cancel()
-            # The leader is of no use any more: it was killed too.
-            async with asyncio.timeout(60):
-                while os.path.exists(f"/proc/{report.ranks[0].pid}"):
-                    await asyncio.sleep(0.02)
+            prompts = [list(range(i, i + 30)) for i in range(8)]
+            load = asyncio.create_task(generate(group.inboxes * 8, prompts, 90))
+            await asyncio.sleep(0.15)
+            await kill_a_follower(group, report)
+            load.cancel()
 
     asyncio.run(scenario())
 

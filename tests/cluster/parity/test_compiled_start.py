@@ -64,30 +64,23 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
 
 
 @pytest.mark.feature("E05")
-def test_a_model_of_l_layers_is_2l_plus_1_pieces_and_3_compilations(
+def test_passes_rewrite_pieces_that_no_compiler_sees(
     make_oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    oracle = make_oracle("six heads")
+    """A model of L layers is 2L + 1 pieces, of which 3 differ. Each sum of the residual, of which
+    there are two in a layer, is fused with the norm behind it."""
+    oracle, prompt = make_oracle("six heads"), [1, 2, 3]
     layers = oracle.model.config.num_hidden_layers
     with (
         counter.expect(
             num_piecewise_graphs_seen=2 * layers + 1,
             num_piecewise_capturable_graphs_seen=layers + 1,
             num_backend_compilations=3,
+            # Of three pieces that are compiled, the first ends before any sum; others have two.
+            num_pass_matches=4,
+            num_eager_compiles=3,
+            num_inductor_compiles=0,
         ),
-        started(oracle, ROW, str(tmp_path), use_inductor=False),
-    ):
-        pass
-
-
-def test_passes_rewrite_pieces_that_no_compiler_sees(
-    make_oracle: Callable[[str], Any], tmp_path: Path
-) -> None:
-    """Each sum of the residual is fused with the norm behind it; there are two in a layer."""
-    oracle, prompt = make_oracle("six heads"), [1, 2, 3]
-    # Of three pieces that are compiled, the first ends before any sum; the others have two each.
-    with (
-        counter.expect(num_pass_matches=4, num_eager_compiles=3, num_inductor_compiles=0),
         started(oracle, ROW, str(tmp_path), use_inductor=False) as leader,
     ):
         output = tokens_of(run(leader.engine, [Request(prompt, 6).message(0)])["0"])
