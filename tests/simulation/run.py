@@ -85,6 +85,7 @@ class Tally:
             preemptions=outcome.num_preemptions,
             handoffs=outcome.num_handoffs,
             steps=outcome.num_steps,
+            simulated_s=round(outcome.simulated_s),
         )
         if finding is not None:
             again = f"python tests/simulation/run.py --only {schedule.seed}"

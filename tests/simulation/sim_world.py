@@ -213,6 +213,7 @@ class Outcome:
     """Handoffs that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    simulated_s: float = 0.0
     trace: int = 0
     """A hash of all agreements and outputs with their times."""
 
@@ -254,6 +255,7 @@ class World:
         for group in self._groups.values():
             for rank in group.ranks:
                 rank.kill()
+        outcome.simulated_s = self.loop.now
         self.loop.close()
         outcome.num_restarts = len(self._groups) - len(self.pools)
         return outcome
