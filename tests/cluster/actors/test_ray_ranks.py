@@ -145,13 +145,15 @@ def test_a_follower_that_is_killed_in_the_middle_of_steps_is_named(
 
 
 def test_a_follower_that_cannot_load_is_named_with_the_reason(
-    running_group: Any, oracle: Any
+    running_group: Any, make_oracle: Callable[[str], Any]
 ) -> None:
-    """Three ranks cannot share four heads; nobody waits for the others' collectives."""
+    """Two ranks cannot share five heads; nobody waits for the others' collectives."""
     from cluster.actors.rank_group import RankDied
 
+    engine = config_of(make_oracle("biases").path, num_kv_blocks=80, parallel=(2,))
+
     async def scenario() -> None:
-        async with running_group(config_of(oracle.path, num_kv_blocks=80, parallel=(3,))):
+        async with running_group(engine):
             pass
 
     began = time.monotonic()

@@ -90,9 +90,9 @@ def test_passes_rewrite_pieces_that_no_compiler_sees(
 
 @pytest.mark.feature("G05")
 def test_a_warm_engine_traces_compiles_and_builds_nothing(
-    make_oracle: Callable[[str], Any], tmp_path: Path, judge: Callable[..., Any]
+    make_oracle: Callable[[str], Any], cache_dir: str, judge: Callable[[Row], None]
 ) -> None:
-    with started(make_oracle("six heads"), ROW, str(tmp_path)):
+    with started(make_oracle("six heads"), ROW, cache_dir):
         pass
     with counter.expect(
         num_graphs_seen=0,
@@ -101,7 +101,7 @@ def test_a_warm_engine_traces_compiles_and_builds_nothing(
         num_cpp_builds=0,
         num_compiled_artifacts_loaded=3,
     ):
-        judge(replace(ROW, mode=CUDAGraphMode.FULL_DECODE_ONLY), str(tmp_path))
+        judge(replace(ROW, mode=CUDAGraphMode.FULL_DECODE_ONLY))
 
 
 IN_A_FRESH_PROCESS = """
