@@ -34,8 +34,7 @@ FIRST_SEED = int(os.environ.get("LOCKSTEP_SIMULATION_SEED", "0"))
 NUM_SCHEDULES = int(os.environ.get("LOCKSTEP_SIMULATION_SCHEDULES", "2000"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES)
 SHAPES = [*([shape] for shape in MIXED), *PREFILL_AND_DECODE]
-IS_ALONE = "PYTEST_XDIST_WORKER" not in os.environ
-NUM_PROCESSES = len(os.sched_getaffinity(0)) if IS_ALONE else 1  # others have the other cores
+NUM_PROCESSES = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture(scope="module", autouse=True)
