@@ -53,7 +53,6 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in the group."""
         return self.dp_size * self.tp_size
 
 
@@ -82,19 +81,15 @@ class Fault:
     peer: int
     """To whom the rank's frame is altered, lost or late."""
     field: str
-    """What of it is altered."""
 
     @property
     def name(self) -> str:
-        """What reports call it."""
         is_both = self.in_transfer and self.kind != LOST_CALLS
         return f"{self.kind} in a transfer" if is_both else self.kind
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One client's request."""
-
     request_id: str
     at: float
     prompt: list[int]
@@ -137,12 +132,10 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all groups."""
         return sum(shape.num_ranks for shape in self.groups)
 
 
 def draw_schedule(seed: int) -> Schedule:
-    """Return the schedule of a seed."""
     rng = random.Random(seed)
     lease_s = rng.choice((0.3, 3.0))
     is_mixed = rng.random() < 0.6

@@ -103,8 +103,6 @@ NAMED = {
 
 
 class SimEngineLinks:
-    """The ingress's ways to engines."""
-
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -119,8 +117,6 @@ class SimEngineLinks:
 
 
 class SimLeaderLink:
-    """The pool's way to a leader."""
-
     def __init__(self, world: World, inbox: str) -> None:
         self.is_closed = False
         self._world = world
@@ -157,8 +153,7 @@ class SimPool:
         return self._world.loop.create_task(self.core.generate(request_id, frame, CONFIG_HASH))
 
     def new_group(self, epoch: int) -> RankGroup:
-        group: RankGroup = self._world.plants.group(self._world, self._shape, epoch)
-        return group
+        return self._world.plants.group(self._world, self._shape, epoch)
 
     async def connect(self, inboxes: Sequence[str]) -> list[SimLeaderLink]:
         for link in self._links:
@@ -205,8 +200,6 @@ class Plants:
 
 @dataclass
 class Outcome:
-    """What came of a schedule."""
-
     schedule: Schedule
     finding: Violation | None = None
     num_steps: int = 0
@@ -220,7 +213,6 @@ class Outcome:
     """Handoffs that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    """Why groups ended."""
     simulated_s: float = 0.0
     trace: int = 0
     """A hash of all agreements and outputs with their times."""
@@ -232,8 +224,6 @@ def run_schedule(schedule: Schedule, plants: Plants | None = None) -> Outcome:
 
 
 class World:
-    """All of one simulation."""
-
     def __init__(self, schedule: Schedule, plants: Plants) -> None:
         self.schedule = schedule
         self.plants = plants
@@ -374,14 +364,12 @@ class World:
             self.outcome.num_resubmitted += 1
 
     def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
-        if self.schedule.loses_aborts and self._is_lost_abort(body):
-            return
+        is_abort = self.schedule.loses_aborts and decode(body, Any)[0] == "Abort"
+        if is_abort and self.rng.random() < 0.5:
+            return  # it is lost
         pool, epoch, dp_rank = inbox.split("/")
         leader = self._groups[pool, int(epoch)].leaders[int(dp_rank)]
         self.loop.at(self._arrival(sender, inbox), leader.receive, body)
-
-    def _is_lost_abort(self, body: bytes) -> bool:
-        return decode(body, Any)[0] == "Abort" and self.rng.random() < 0.5
 
     def send_outputs(
         self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
@@ -457,10 +445,7 @@ class World:
 
 
 def _is_named(fault: Fault, places: Sequence[RankPlace], reason: str) -> bool:
-    """Tell whether a group's end is what a fault must look like.
-
-    Where nobody can tell which of several ranks is at fault, any of them will do, and no other.
-    """
+    """Tell whether a group's end is what a fault must look like, of any rank that it may name."""
     names = [f"rank dp={at.dp_rank} tp={at.tp_rank} epoch={at.epoch}" for at in places]
     is_rank_right = any(reason.startswith(names[i]) for i in _suspects(fault, len(places)))
     return is_rank_right and any(text in reason for text in NAMED[fault.kind])
