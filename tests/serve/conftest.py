@@ -30,6 +30,8 @@ SERVE = Path(sys.executable).with_name("serve")
 FIGURES = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
 Ranks = dict[str, list[dict[str, Any]]]
 """By pool: what `/ready` tells of each rank."""
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+"""By name and labels: a figure of `/metrics`."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,22 +92,34 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.read().decode(), answer.headers["Content-Type"]
 
+    def totals(self) -> Series:
+        """Return all series that may never fall: of counters and histograms."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(self.metrics()[0])
+            if family.type in ("counter", "histogram")
+            for sample in family.samples
+        }
+
     def wait_until(
         self,
         is_met: Callable[[], Any],
         told: Callable[[], Any] | None = None,
         timeout_s: float = 900,
         period_s: float = 0.05,
-    ) -> None:
-        """Wait for something, and ask again what has no answer, or one without what is looked for.
+    ) -> Any:
+        """Return what `is_met` returns once that is true.
 
-        Fails with what is told, or with the log.
+        Asks again what has no answer, or one without what is looked for. Fails with what is told,
+        or with the log.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             with suppress(OSError, KeyError, ValueError):
-                if is_met():
-                    return
+                if found := is_met():
+                    return found
             assert time.monotonic() < deadline, told() if told else self.log.read_text()
             time.sleep(period_s)
 
