@@ -8,26 +8,11 @@ from pathlib import Path
 
 import click
 import pytest
-import ray
 from ray.serve.config import HTTPOptions
 
 from compile.errors import FieldError
 from serve import serve_run
-from serve.app import deploy
 from serve.serve_run import check_free, check_same, listen
-
-
-@pytest.mark.parametrize("given", ["port=9000", "host=0.0.0.0"])
-def test_an_address_is_refused_outside_of_serve_run(
-    given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests start a cluster
-    name, value = given.split("=")
-    with pytest.raises(SystemExit):
-        deploy({name: value})
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"{name}: wanted nothing outside of `serve run` (name it in http_opt")
-    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", None])
