@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,9 +194,9 @@ def http_port(ray_cluster: Any, new_port: Callable[[], int]) -> Iterator[int]:
 
 
 def start_server(
-    args: list[str], *, ray_cluster: Any, port: int, log: Path, route: str = ""
+    args: Sequence[str | Path], *, address: str, port: int, log: Path, route: str = ""
 ) -> Server:
-    address = ray_cluster.address_info["gcs_address"]
+    """Start `serve run` with these arguments on a cluster, which `local` makes."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             [SERVE, "run", *args],
@@ -209,12 +209,19 @@ def start_server(
 
 
 @pytest.fixture(scope="session")
+def start_serve() -> Callable[..., Server]:
+    """Start `serve run`: `start_serve([...], address="local", port=..., log=...)`."""
+    return start_server
+
+
+@pytest.fixture(scope="session")
 def server(
     ray_cluster: Any, http_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """`serve run serve.app:deploy` without arguments: the bundled model, two pools."""
     log = tmp_path_factory.mktemp("serve") / "log"
-    started = start_server(["serve.app:deploy"], ray_cluster=ray_cluster, port=http_port, log=log)
+    address = ray_cluster.address_info["gcs_address"]
+    started = start_server(["serve.app:deploy"], address=address, port=http_port, log=log)
     try:
         started.wait_until_ready()
         yield started
@@ -237,11 +244,12 @@ def starting(ray_cluster: Any, port: int, directory: Path) -> Iterator[Callable[
     from ray import serve as ray_serve
 
     started: dict[str, Server] = {}
+    address = ray_cluster.address_info["gcs_address"]
 
     def start(name: str, *arguments: str, is_compiled: bool = True) -> Server:
         options = ["--name", name, "--route-prefix", f"/{name}", "serve.app:deploy", *arguments]
         started[name] = start_server(
-            options, ray_cluster=ray_cluster, port=port, log=directory / name, route=f"/{name}"
+            options, address=address, port=port, log=directory / name, route=f"/{name}"
         )
         started[name].wait_until_ready(is_compiled=is_compiled)
         return started[name]
