@@ -204,8 +204,15 @@ def start_server(
             env=os.environ | {"RAY_ADDRESS": address},
             stdout=out,
             stderr=subprocess.STDOUT,
+            preexec_fn=_ignore_no_signal,
         )
     return Server(f"http://127.0.0.1:{port}{route}", process, log, address)
+
+
+def _ignore_no_signal() -> None:
+    """Who runs the tests in the background or under `nohup` may have these ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

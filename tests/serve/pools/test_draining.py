@@ -30,8 +30,6 @@ def run(
 ) -> Iterator[Callable[..., Any]]:
     """Return a function that starts an application on a cluster of its own."""
     started: list[subprocess.Popen[bytes]] = []
-    # Where the tests run under `nohup` it is ignored, and so it would be in what they start.
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def start(*arguments: str, target: str = "serve.app:deploy") -> Any:
         port = new_port()
@@ -48,7 +46,6 @@ def run(
                 child.kill()
             process.kill()
             process.wait()  # or the next test finds it unwaited for
-    signal.signal(signal.SIGHUP, hangup)
 
 
 class Stream(threading.Thread):
