@@ -309,15 +309,15 @@ def app(serving: Serving) -> Starlette:
 Call = Callable[..., httpx.Response]
 
 
-def send(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
+async def ask(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
     """Send one request to an app in process."""
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.request(method, path, **kwargs)
 
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **kwargs)
 
-    return asyncio.run(ask())
+def send(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    return asyncio.run(ask(app, method, path, **kwargs))
 
 
 @pytest.fixture
@@ -379,12 +379,8 @@ class Chats:
         self.backend.writes(self.tokenizer, text, rng=rng, finish_reason=finish_reason)
 
     def post(self, **body: Any) -> httpx.Response:
-        async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.post("/v1/chat/completions", json={"messages": HI, **body})
-
-        return self.runner.run(ask())
+        asked = {"messages": HI, **body}
+        return self.runner.run(ask(self.app, "POST", "/v1/chat/completions", json=asked))
 
     def choice(self, **body: Any) -> dict[str, Any]:
         """Return the choice that is answered, or the one that a stream's deltas make up."""
