@@ -104,23 +104,6 @@ def test_every_digit_is_a_token_of_its_own(text: str) -> None:
     ]
 
 
-def test_chat_template_writes_every_role_and_opens_the_answer() -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Sort: 2 1."}]},
-        {"role": "assistant", "content": "1 2"},
-        {"role": "user", "content": "1+1?"},
-    ]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nSort: 2 1.<|im_end|>\n"
-        "<|im_start|>assistant\n1 2<|im_end|>\n"
-        "<|im_start|>user\n1+1?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 def test_training_rows_are_what_the_chat_template_writes() -> None:
     sampler = train_tiny.RowSampler(tokenizer, seed=5)
     for row in sampler.batch().input_ids[:20].tolist():

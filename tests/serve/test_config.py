@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -381,13 +380,6 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
         assert deploy_config(given).pools[0].engine == served
     dotted = {f"cc.{name}": json.dumps(value) for name, value in fields.items()}
     assert engine_config({"max_num_seqs": "8", **dotted}) == in_process
-
-
-@pytest.mark.feature("Q06")
-def test_the_offline_example_takes_the_file_of_a_server(printed: Any) -> None:
-    file = "config=examples/configs/bundled.yaml"
-    lines = printed(sys.executable, "examples/offline.py", file).splitlines()
-    assert lines[0] == "What is 12 + 30? -> 42"
 
 
 # vLLM's dashed options.

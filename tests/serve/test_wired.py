@@ -216,7 +216,7 @@ def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
         complete(client.with_options(api_key="simsim"), "1 2 3", max_tokens=1)
 
 
-@pytest.mark.feature("R01", "P08", "R21")
+@pytest.mark.feature("R01", "P06", "P08", "R21")
 def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_prompts(
     app: Any, client: openai.OpenAI
 ) -> None:
@@ -246,6 +246,7 @@ def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_promp
         if all(rank["kv_bytes_received"] for rank in ranks["decode"]):
             break
         assert time.monotonic() < deadline, ranks
+    assert len({rank["pid"] for pool in ranks.values() for rank in pool}) == 4
     assert [rank["dp_rank"] for rank in ranks["prefill"]] == [0, 1]
     by_engine = [rank["prompt_tokens_computed"] for rank in ranks["prefill"]]
     assert sum(by_engine) == num_tokens and all(by_engine)
