@@ -199,12 +199,6 @@ def complete(client: openai.OpenAI, prompt: str, **fields: Any) -> Any:
     )
 
 
-def replicas(app: Any, pool: str) -> list[list[dict[str, Any]]]:
-    """Return the ranks of each of a pool's replicas."""
-    found = app.get("/ready")[1]["pools"][pool]["replicas"]
-    return [replica["ranks"] for replica in found]
-
-
 @pytest.mark.feature("R18")
 def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
     app: Any, client: openai.OpenAI
@@ -250,7 +244,8 @@ def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_promp
     assert [rank["dp_rank"] for rank in ranks["prefill"]] == [0, 1]
     by_engine = [rank["prompt_tokens_computed"] for rank in ranks["prefill"]]
     assert sum(by_engine) == num_tokens and all(by_engine)
-    assert [len(each) for each in replicas(app, "decode")] == [1, 1]
+    replicas = app.get("/ready")[1]["pools"]["decode"]["replicas"]
+    assert [len(replica["ranks"]) for replica in replicas] == [1, 1]
     assert [rank["prompt_tokens_computed"] for rank in ranks["decode"]] == [0, 0]
 
 

@@ -44,6 +44,11 @@ def total(series: Series, name: str, **labels: str) -> float:
     )
 
 
+def growth(before: Series, after: Series) -> Callable[..., float]:
+    """Return by how much each name's series with some labels have grown."""
+    return lambda name, **labels: total(after, name, **labels) - total(before, name, **labels)
+
+
 def assert_no_fall(before: Series, after: Series) -> None:
     fallen = {
         key: (value, after.get(key)) for key, value in before.items() if after.get(key, -1) < value
@@ -71,10 +76,7 @@ def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.
     reasons += [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason]
     after = server.totals()
     assert_no_fall(before, after)
-
-    def grown(name: str, **labels: str) -> float:
-        return total(after, name, **labels) - total(before, name, **labels)
-
+    grown = growth(before, after)
     completion = sum(usage.completion_tokens for usage in usages)
     prompt = sum(usage.prompt_tokens for usage in usages)
     cached = sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
@@ -108,24 +110,15 @@ def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -
     usage = answer.usage
     cached = usage.prompt_tokens_details.cached_tokens
     decoded = usage.completion_tokens - 1
+    computed = usage.prompt_tokens - cached
 
-    def grown_by(series: Series, name: str, **labels: str) -> float:
-        return total(series, name, **labels) - total(before, name, **labels)
+    def have_told(now: Series) -> bool:
+        grown = growth(before, now)
+        is_prefilled = grown("prompt_tokens_computed_total") >= computed
+        return is_prefilled and grown("steps_total", engine="decode-0-0") >= decoded
 
-    after = settled(
-        server,
-        lambda now: (
-            grown_by(now, "prompt_tokens_computed_total") >= usage.prompt_tokens - cached
-            and grown_by(now, "steps_total", engine="decode-0-0") >= decoded
-        ),
-    )
-
-    def grown(name: str, **labels: str) -> float:
-        return grown_by(after, name, **labels)
-
-    assert (
-        grown("prompt_tokens_computed_total", engine="prefill-0-0") == usage.prompt_tokens - cached
-    )
+    grown = growth(before, settled(server, have_told))
+    assert grown("prompt_tokens_computed_total", engine="prefill-0-0") == computed
     assert grown("steps_total", engine="decode-0-0", kind="decode") >= decoded
     assert grown("scheduled_tokens_total", engine="decode-0-0") >= decoded
     # The decode pool of the bundled model replays a graph for each of its steps.

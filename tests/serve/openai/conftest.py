@@ -279,19 +279,14 @@ def settings() -> ApiSettings:
 
 @pytest.fixture
 def admission() -> Admission:
-    return new_admission()
-
-
-@pytest.fixture
-def make_admission() -> Callable[..., Admission]:
-    """Return an admission with these limits: `make_admission(max_body_bytes=...)`."""
-    return new_admission
-
-
-def new_admission(max_live: int = 2048, **limits: Any) -> Admission:
-    """Return an admission with room for whatever a test does not limit."""
-    given = {"max_queue_wait_s": 60.0, "max_body_bytes": 8 << 20, "retry_after_s": 3.0}
-    return Admission(max_running=max_live, max_queued=0, **{**given, **limits})
+    """One with room for whatever a test does not limit."""
+    return Admission(
+        max_running=2048,
+        max_queued=0,
+        max_queue_wait_s=60.0,
+        max_body_bytes=8 << 20,
+        retry_after_s=3.0,
+    )
 
 
 @pytest.fixture
