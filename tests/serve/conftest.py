@@ -204,21 +204,21 @@ def start_server(
             env=os.environ | {"RAY_ADDRESS": address},
             stdout=out,
             stderr=subprocess.STDOUT,
-            preexec_fn=_ignore_no_signal,
         )
     return Server(f"http://127.0.0.1:{port}{route}", process, log, address)
 
 
-def _ignore_no_signal() -> None:
-    """Who runs the tests in the background or under `nohup` may have these ignored."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-@pytest.fixture(scope="session")
-def start_serve() -> Callable[..., Server]:
+@pytest.fixture
+def start_serve() -> Iterator[Callable[..., Server]]:
     """Start `serve run`: `start_serve([...], address="local", port=..., log=...)`."""
-    return start_server
+    # Of who runs the tests in the background or under `nohup`: what they start would inherit it.
+    signals = (signal.SIGINT, signal.SIGHUP)
+    ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield start_server
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")

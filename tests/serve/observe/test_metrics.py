@@ -109,8 +109,8 @@ def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -
     answer = ask(client, "Count from 3 to 19.", max_tokens=40, temperature=0)
     usage = answer.usage
     cached = usage.prompt_tokens_details.cached_tokens
-    decoded = usage.completion_tokens - 1
-    computed = usage.prompt_tokens - cached
+    decoded: int = usage.completion_tokens - 1
+    computed: int = usage.prompt_tokens - cached
 
     def have_told(now: Series) -> bool:
         grown = growth(before, now)
