@@ -67,6 +67,11 @@ def test_no_text_has_more_characters_than_its_tokens_stand_for(tokenizer: Tokeni
         assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text))
 
 
+def test_chat_has_the_ids_of_transformers(tokenizer: Tokenizer, oracle: Any) -> None:
+    wanted = oracle.apply_chat_template(CHAT, tokenize=True, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(CHAT) == wanted["input_ids"]
+
+
 def test_bytes_of_all_tokens_joined_are_the_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello wörld 日本 <|im_end|>")
     joined = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
