@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -153,9 +152,8 @@ class Outage:
 
 def num_expired(app: Any) -> int:
     """Return how many leases have ended unread, of all prefill ranks."""
-    pattern = r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$"
-    found = re.findall(pattern, app.metrics()[0], re.MULTILINE)
-    return int(sum(map(float, found)))
+    name = "lockstep:kv_leases_expired_total"
+    return int(sum(value for (found, _), value in app.totals().items() if found == name))
 
 
 def is_idle(rank: dict[str, Any]) -> bool:
