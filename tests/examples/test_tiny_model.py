@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from serve.llm import LLM, SamplingParams
 
@@ -90,6 +90,15 @@ def test_checkpoint_is_at_most_8_mb() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.rglob("*")) <= 8_000_000
 
 
+def test_shapes_split_over_four_ranks_and_fill_whole_tiles() -> None:
+    config = AutoConfig.from_pretrained(CHECKPOINT)
+    assert config.architectures == ["LlamaForCausalLM"] and config.tie_word_embeddings
+    assert (config.vocab_size, str(config.dtype)) == (len(tokenizer), "torch.bfloat16")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    assert (heads % kv_heads, kv_heads % 4) == (0, 0)
+    assert (config.hidden_size % 128, config.intermediate_size % 128) == (0, 0)
+
+
 @given(st.text())
 def test_tokenizer_round_trips_any_text(text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()  # lone surrogates are no text
@@ -102,6 +111,15 @@ def test_every_digit_is_a_token_of_its_own(text: str) -> None:
     assert [token for token in tokens if any(c.isdigit() for c in token)] == [
         c for c in text if c.isdigit()
     ]
+
+
+def test_chat_template_writes_every_role_and_opens_the_answer() -> None:
+    turns = [("system", "Be brief."), ("user", "Sort: 2 1."), ("assistant", "1 2"), ("user", "1?")]
+    messages: list[Any] = [{"role": role, "content": content} for role, content in turns]
+    messages[1]["content"] = [{"type": "text", "text": turns[1][1]}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    wanted = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns]
+    assert text == "".join([*wanted, "<|im_start|>assistant\n"])
 
 
 def test_training_rows_are_what_the_chat_template_writes() -> None:

@@ -196,6 +196,14 @@ def test_a_body_that_drips_is_slow_however_much_came_at_first() -> None:
     assert not steady.is_slow(ingress.now)
 
 
+def test_bodies_that_wait_for_their_rest_give_way_to_a_small_one_at_once() -> None:
+    ingress = Ingress(max_queued=5, max_body_bytes=8 * MIB)
+    for name in range(8):
+        ingress.reading(name).hold(8 * MIB - 1 + name // 7)
+    ingress.enter(ONE).hold(2000)
+    assert ingress.evicted == [7]
+
+
 def test_large_bodies_that_still_come_are_not_taken_for_another_large_one() -> None:
     ingress = Ingress(max_queued=20, max_body_bytes=8 * MIB)
     for name in range(8):

@@ -248,6 +248,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
         ({"dtype": "int8"}, "dtype: wanted auto, float32, bfloat16, float16, found 'int8'"),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
+        ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),
         ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),
         ({"kv_memory": "0"}, "kv_memory: wanted at least 1 and less than 8 EiB, found '0'"),
         ({"kv_memory": "9" * 400}, "kv_memory: wanted at least 1 and less than 8 EiB, found "),

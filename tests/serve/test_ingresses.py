@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -106,7 +107,7 @@ class Watch:
             try:
                 _, body = self._app.get("/ready")
                 totals = self._app.totals()
-            except (OSError, ValueError) as error:
+            except (OSError, json.JSONDecodeError) as error:
                 self.errors.append(f"{time.monotonic():.1f} {type(error).__name__}: {error}")
                 continue
             self._see_ready(body)

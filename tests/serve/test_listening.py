@@ -20,6 +20,18 @@ from serve.app import StartWatch
 from serve.serve_run import check_free, check_same, listen
 
 
+@pytest.mark.parametrize("given", ["port=9000", "host=0.0.0.0"])
+def test_an_address_is_refused_outside_of_serve_run(
+    given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests start a cluster
+    name, value = given.split("=")
+    with pytest.raises(SystemExit):
+        app.deploy({name: value})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{name}: wanted nothing outside of `serve run` (name it in http_opt")
+
+
 @pytest.mark.parametrize("address", ["ray://head:10001", None])
 def test_a_ray_client_cannot_choose_the_address(address: str | None) -> None:
     context = click.Context(click.Command("build" if address is None else "run"))

@@ -68,7 +68,12 @@ def test_the_client_snippet(server: Any, shell: Any, tmp_path: Path) -> None:
 
 @pytest.mark.feature("R05")
 @pytest.mark.parametrize(
-    "arguments", ["", " -O0 -cc.use_cudagraph=false", " config=examples/configs/bundled.yaml"]
+    "arguments",
+    [
+        "",
+        " -O0 -cc.use_cudagraph=false",
+        pytest.param(" config=examples/configs/bundled.yaml", marks=pytest.mark.feature("Q06")),
+    ],
 )
 def test_the_offline_example(shell: Any, arguments: str) -> None:
     printed = shell(f"python examples/offline.py{arguments}")

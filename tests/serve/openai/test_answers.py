@@ -221,6 +221,21 @@ def test_sampling_reaches_the_backend(call: Any, backend: Any) -> None:
     assert backend.requests[1].sampling.stop_token_ids == (backend.stop_token_id,)
 
 
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+def test_a_limit_that_nobody_sent_gives_way_to_a_long_prompt(
+    call: Any, backend: Any, given: dict[str, Any]
+) -> None:
+    """One that somebody sent is refused where it does not fit, and so is a prompt without room."""
+    for num_tokens in (240, 241, 255):
+        body = {"prompt": [5] * num_tokens, **given}
+        assert call("POST", "/v1/completions", json=body).status_code == 200
+    assert [request.sampling.max_tokens for request in backend.requests] == [16, 15, 1]
+    for num_tokens, limits, param in ((241, {"max_tokens": 16}, "max_tokens"), (256, {}, "prompt")):
+        body = {"prompt": [5] * num_tokens, **given, **limits}
+        answer = call("POST", "/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_models_names_the_served_model_and_its_length(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert (card.id, card.object) == ("scripted", "model")

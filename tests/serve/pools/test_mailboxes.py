@@ -196,23 +196,38 @@ def test_whatever_comes_between_two_ticks_is_taken_in_order_and_once(
     assert [token for output in found for token in output.token_ids] == wanted
 
 
-async def test_a_handoff_and_what_came_before_it_wait_for_no_tick(
+async def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a client is sent at once, or at the tick, is shown with chunks of the endpoint."""
-    monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 60.0)
+    rings: list[Callable[[], None]] = []
     tick = StreamBatcher()
-    tick.num_streams = 100_000
-    mailbox, taken = Mailbox("r", tick), list[list[int]]()
-    async with asyncio.timeout(30):
-        mailbox.put(scored_output(0, [0]))
-        taken.append((await mailbox.get()).token_ids)
-        mailbox.put(scored_output(1, [1]))
-        mailbox.put(scored_output(2, [2]))
-        mailbox.put(scored_output(3, [], "handoff"))
-        for _ in range(2):
-            taken.append((await mailbox.get()).token_ids)
-    assert taken == [[0], [1, 2], []]
+    monkeypatch.setattr(tick, "call", rings.append)
+    mailbox = Mailbox("r", tick)
+
+    async def taken() -> list[list[int]]:
+        """Take all that there is now."""
+        found: list[list[int]] = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0):
+                    found.append((await mailbox.get()).token_ids)
+        return found
+
+    mailbox.put(scored_output(0, [0]))
+    assert await taken() == [[0]] and not rings
+    for position in range(1, 4):
+        mailbox.put(scored_output(position, [position]))
+    assert await taken() == []
+    rings.pop()()
+    assert await taken() == [[1, 2, 3]]
+    mailbox.put(scored_output(4, [4]))
+    mailbox.put(scored_output(5, [], "handoff"))
+    assert await taken() == [[4], []]
+    rings.pop()()  # the tick that was asked for finds nothing
+    mailbox.put(scored_output(5, [5]))
+    assert await taken() == []
+    mailbox.put(scored_output(6, [6], "stop"))
+    assert await taken() == [[5], [6]]
 
 
 # --- through a socket ---
