@@ -108,7 +108,8 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def app(start_shared_app: Callable[..., Any], collector: Collector) -> Any:
+def app(collector: Collector, start_shared_app: Callable[..., Any]) -> Any:
+    """Ends before the collector, for which its last spans would wait."""
     return start_shared_app("wired", *OPTIONS, f"otlp_traces_endpoint={collector.url}")
 
 
