@@ -155,6 +155,16 @@ def test_structured_answers_of_two_pools_are_those_of_one_engine(
             assert choice.token_ids == other.token_ids
 
 
+@pytest.mark.feature("R09")
+def test_a_structured_stream_and_a_bad_schema(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "lockstep-tiny", "prompt": "Say", "temperature": 1.0}
+    choices = {"structured_outputs": {"choice": ["yes", "no"]}}
+    chunks = client.completions.create(**fields, stream=True, extra_body=choices)
+    assert "".join(chunk.choices[0].text for chunk in chunks) in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="guided_json"):
+        client.completions.create(**fields, extra_body={"guided_json": {"type": "strng"}})
+
+
 @pytest.mark.feature("R14")
 def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
     server: Any, client: openai.OpenAI

@@ -119,6 +119,7 @@ def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -
 
     grown = growth(before, settled(server, have_told))
     assert grown("prompt_tokens_computed_total", engine="prefill-0-0") == computed
+    assert grown("prompt_tokens_computed_total") == computed  # none by a decode rank
     assert grown("steps_total", engine="decode-0-0", kind="decode") >= decoded
     assert grown("scheduled_tokens_total", engine="decode-0-0") >= decoded
     # The decode pool of the bundled model replays a graph for each of its steps.
