@@ -289,10 +289,7 @@ def test_a_response_is_made_of_the_calls_that_are_forced(call: Any) -> None:
 @pytest.mark.feature("R09")
 def test_a_schema_whose_process_was_killed_is_tried_again(call: Any, llm: LLM) -> None:
     """It gets 503 then, and is served the next time."""
-    queue = llm.tokenizer.grammars
-    queue.start()
-    process = queue._idle[-1]._process
-    assert process is not None
+    process = llm.tokenizer.grammars._idle[-1].start()  # the one that is taken next
     process.send_signal(signal.SIGSTOP)
 
     def kill() -> None:
