@@ -110,21 +110,6 @@ def test_mixed_batches_equal_transformers(
         assert_close(torch.cat(parts), expected(reference, ids[name]))
 
 
-def test_greedy_decode_equals_transformers_generate(
-    make_checkpoint: Any, load: Any, paged: Any
-) -> None:
-    path, reference = make_checkpoint(eos_token_id=None)
-    runner = paged(load(path)[0])
-    ids = prompt(7)
-    wanted = reference.generate(ids[None], max_new_tokens=40, do_sample=False, pad_token_id=0)
-    found: list[int] = []
-    new = ids
-    for _ in range(40):
-        new = runner.step({"a": new})["a"][-1:].argmax(-1)
-        found.append(int(new))
-    assert found == wanted[0, 7:].tolist()
-
-
 @pytest.mark.parametrize("shape", ["plain", "mixtral"])
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
 def test_padding_does_not_change_other_sequences(

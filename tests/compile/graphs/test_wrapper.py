@@ -136,26 +136,19 @@ def test_a_strict_seal_refuses_a_key_that_was_not_captured() -> None:
         wrapper(x[:1])
 
 
-class Chain:
-    """Two captured pieces around an op that returns a new tensor."""
-
-    def __init__(self, between: Callable[..., Any]) -> None:
-        pools = shared_pools()
-        self.first = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, pools)
-        self.between = between
-        self.second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, trims_pool=False)
-        # So that new tensors lie at new addresses.
-        self.kept: list[torch.Tensor] = []
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        y = self.between(self.first(x))
-        self.kept.append(y)
-        return self.second(y, x)
-
-
 @pytest.mark.feature("M08")
 def test_outputs_of_eager_ops_between_pieces_have_one_address_per_key() -> None:
-    stable = Chain(StableOutputs(lambda x: x + 1))
+    pools = shared_pools()
+    first = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, pools)
+    between = StableOutputs(lambda x: x + 1)
+    second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, trims_pool=False)
+    kept: list[torch.Tensor] = []  # so that new tensors lie at new addresses
+
+    def stable(x: torch.Tensor) -> torch.Tensor:
+        kept.append(between(first(x)))
+        found: torch.Tensor = second(kept[-1], x)
+        return found
+
     x = torch.ones(8)
     keys = [BatchDescriptor(8, None, False), BatchDescriptor(3, None, False)]
     with capture_window():
