@@ -238,7 +238,8 @@ def test_a_model_whose_layers_share_a_name_is_refused(make_checkpoint: Any) -> N
     model, _ = load_model(path, dtype=torch.float32, device="cpu")
     first, second = model.attention_layers().values()
     second.layer_name = first.layer_name
-    with pytest.raises(ValueError, match=f"layer_name: .* found '{first.layer_name}' twice"):
+    found = f"^layer_name: wanted a name for each.*found '{first.layer_name}' twice$"
+    with pytest.raises(ValueError, match=found):
         model.attention_layers()
 
 

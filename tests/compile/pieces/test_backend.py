@@ -52,18 +52,6 @@ def test_level_2_enters_neither_dynamo_nor_a_guard_after_the_first_call(
     assert entered
 
 
-@pytest.mark.feature("E05")
-@pytest.mark.parametrize("num_sizes", [0, 2])
-def test_three_pieces_are_unique_however_many_layers_there_are(toys: Any, num_sizes: int) -> None:
-    sizes = (4, 8)[:num_sizes]
-    toy = toys.build(lambda: toys.Compiled(16), compile_sizes=sizes)
-    with counter.expect(num_backend_compilations=3 * (1 + num_sizes)):
-        toy(*toys.inputs(6))
-    keys = [piece.key for piece in toy.compiled_forward.plan.pieces]
-    assert len(keys) == 17
-    assert len(set(keys[1:16])) == 1 and len({keys[0], keys[1], keys[16]}) == 3
-
-
 @pytest.mark.feature("I05")
 def test_two_instances_share_nothing(toys: Any) -> None:
     first, second = toys.build(), toys.build()

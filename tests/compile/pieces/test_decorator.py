@@ -406,17 +406,6 @@ def test_sizes_that_are_compiled_lazily_need_the_graph_and_so_a_trace(
 
 
 @pytest.mark.feature("A02")
-def test_level_1_is_one_graph_that_runs_as_traced(toys: Any) -> None:
-    toy = toys.build(level=1)
-    run = compile_as_is(toy)
-    with counter.expect(num_graphs_seen=1, num_backend_compilations=0):
-        for n in (8, 1, 2, 33):
-            assert torch.equal(run(*toys.inputs(n)), toys.expected(toy, n))
-            ids, positions = toys.inputs(n)
-            assert torch.equal(run(ids, positions=positions), toys.expected(toy, n))
-
-
-@pytest.mark.feature("A02")
 def test_level_1_still_evaluates_guards(toys: Any) -> None:
     class Flagged(nn.Module):
         def __init__(self) -> None:
