@@ -132,24 +132,6 @@ def test_sizes_that_change_run_in_one_graph(dim: int, run_ranks: Any) -> None:
     assert all(isinstance(size, torch.fx.Node) for size in call.args[1])
 
 
-def test_a_sum_runs_in_a_graph_and_writes_into_its_argument(run_ranks: Any) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def work(shard: Shard) -> tuple[bool, torch.Tensor]:
-        def total(x: torch.Tensor) -> torch.Tensor:
-            return shard.all_reduce(x) + 1
-
-        entry = traced(total, graphs) if shard.rank == 0 else total
-        x = torch.full((3,), shard.rank + 1.0)
-        found = entry(x)
-        return torch.equal(found, x + 1), found
-
-    for is_written, found in run_ranks(RANKS, work):
-        assert is_written
-        assert found.tolist() == [7.0] * 3
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 2, 2], [2, 9, 9, 2]])
 def test_sizes_that_are_not_the_tensors_are_refused(sizes: list[int], run_ranks: Any) -> None:
     def work(shard: Shard) -> None:

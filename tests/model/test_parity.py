@@ -110,30 +110,6 @@ def test_mixed_batches_equal_transformers(
         assert_close(torch.cat(parts), expected(reference, ids[name]))
 
 
-@pytest.mark.parametrize("shape", ["plain", "mixtral"])
-@pytest.mark.parametrize("step", ["decodes", "mixed"])
-def test_padding_does_not_change_other_sequences(
-    step: str, shape: str, make_checkpoint: Any, load: Any, paged: Any
-) -> None:
-    model, _ = load(make_checkpoint(**SHAPES[shape])[0])
-    results = []
-    for padding in (0, 5):
-        runner = paged(model)
-        runner.step({"a": prompt(6), "b": prompt(9, 1)}, num_padding_tokens=padding)
-        chunks = {"a": prompt(1, 2), "b": prompt(1, 3)}
-        if step == "mixed":
-            chunks["c"] = prompt(5, 4)
-        results.append(
-            runner.step(
-                chunks,
-                num_padding_decodes=padding,
-                num_padding_tokens=padding if step == "mixed" else 0,
-            )
-        )
-    for name, alone in results[0].items():
-        torch.testing.assert_close(results[1][name], alone, atol=1e-5, rtol=1e-5)
-
-
 # Where not all experts are asked, a rounded score may choose another one, and nothing is close.
 @pytest.mark.parametrize("shape", ["tied", "mixtral that asks all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
