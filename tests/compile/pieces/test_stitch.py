@@ -135,21 +135,16 @@ def test_ops_that_return_nothing_are_not_kept(toys: Any, stitched: Any) -> None:
     found.run(lambda op: pytest.fail("attention writes into its caller's output"))
 
 
-class Seen:
-    """Notes addresses and values that arrive behind the copy layer."""
-
-    def __init__(self) -> None:
-        self.addresses: list[tuple[int, ...]] = []
-        self.values: list[list[torch.Tensor]] = []
-
-    def __call__(self, *args: torch.Tensor) -> None:
-        self.addresses.append(tuple(arg.data_ptr() for arg in args))
-        self.values.append([arg.clone() for arg in args])
-
-
 @pytest.mark.feature("M06")
 def test_inputs_with_tokens_arrive_at_fixed_addresses_with_their_values() -> None:
-    seen, weight = Seen(), torch.randn(4)
+    addresses: list[tuple[int, ...]] = []
+    values: list[list[torch.Tensor]] = []
+
+    def seen(*args: torch.Tensor) -> None:
+        addresses.append(tuple(arg.data_ptr() for arg in args))
+        values.append([arg.clone() for arg in args])
+
+    weight = torch.randn(4)
     # The tokens of the third are in its second dimension, and the last has none.
     call = stitch.make_copy_and_call(seen, [(0,), (0,), (1,), ()], 8)
     given = [
@@ -159,9 +154,9 @@ def test_inputs_with_tokens_arrive_at_fixed_addresses_with_their_values() -> Non
     for i, args in enumerate(given):
         with torch.inference_mode(i == 0):  # buffers made in it can be written outside
             call(*args)
-    assert len(set(seen.addresses)) == 1
-    assert seen.addresses[0][3] == weight.data_ptr()
-    for args, found in zip(given, seen.values, strict=True):
+    assert len(set(addresses)) == 1
+    assert addresses[0][3] == weight.data_ptr()
+    for args, found in zip(given, values, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(args, found, strict=True))
     with pytest.raises(stitch.CopyError, match="wanted at most 8 tokens, found 9"):
         call(torch.arange(9), *given[0][1:])
