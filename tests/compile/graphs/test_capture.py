@@ -87,11 +87,11 @@ class Recorder:
     def __post_init__(self) -> None:
         self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12), policy=self.policy)
         self.inputs = torch.ones(16, 1024)
-        self.pieces = [
+        pieces = self.pieces = [
             CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools, trims_pool=i == 0)
             for i in range(self.num_pieces)
         ]
-        self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in self.pieces][-1], FULL, self.pools)
+        self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in pieces][-1], FULL, self.pools)
 
     def run(self, case: CaptureCase) -> Any:
         mode = get_forward_context().cudagraph_runtime_mode
