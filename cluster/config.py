@@ -1,8 +1,5 @@
-"""`EngineConfig`: everything an engine is told, frozen and resolved once.
-
-Bounds of single fields are those of the arguments that they come from; what fields say together is
-checked here.
-"""
+"""`EngineConfig`: everything an engine is told, frozen and resolved once. Bounds of single fields
+are those of the arguments that they come from; what fields say together is checked here."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from compile.config import CompilationConfig
 from compile.errors import FieldError
 
 PLACEMENT_TIMEOUT_S = 30.0
-"""How long a placement group may take to become ready before the start fails."""
+"""How long replicas may wait to be placed before `/ready` says what they lack."""
 DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
 
@@ -37,8 +34,6 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The shape of a rank group."""
-
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     lockstep: bool = True
@@ -46,7 +41,6 @@ class ParallelConfig:
 
     @property
     def lockstep_size(self) -> int:
-        """Data-parallel ranks that step together."""
         return self.data_parallel_size if self.lockstep else 1
 
     @property
@@ -67,8 +61,6 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step."""
-
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Tokens of one step: decodes and prefill chunks together."""
@@ -76,35 +68,26 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             # Else a full batch of decodes could not step as one.
-            raise FieldError(
-                "max_num_batched_tokens",
-                f"at least max_num_seqs ({self.max_num_seqs})",
-                self.max_num_batched_tokens,
-            )
+            wanted = f"at least max_num_seqs ({self.max_num_seqs})"
+            raise FieldError("max_num_batched_tokens", wanted, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How KV travels from prefill to decode ranks."""
-
     transport: str = "auto"
     """auto: shared memory on one node, TCP between nodes."""
     lease_s: float = 30.0
     """How long a prefill rank holds blocks without hearing from their reader."""
 
     def __post_init__(self) -> None:
-        if self.transport in ("nixl", "object"):
-            raise FieldError(
-                "kv.transport", "auto, shm or tcp (others are not built yet)", self.transport
-            )
         if self.transport not in ("auto", "shm", "tcp"):
-            raise FieldError("kv.transport", "auto, shm or tcp", self.transport)
+            is_known = self.transport in ("nixl", "object")
+            others = " (others are not built yet)" if is_known else ""
+            raise FieldError("kv.transport", f"auto, shm or tcp{others}", self.transport)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine: a model, a role and the limits of its steps."""
-
     model_path: str
     max_model_len: int
     """Prompt and output tokens of one sequence together."""

@@ -40,10 +40,8 @@ class Options(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Bound:
-    """Which values of its type a field may hold, and in which form it keeps them.
-
-    Invariant: `keep` returns what is kept unchanged, and raises ValueError for what cannot be used.
-    """
+    """Which values of its type a field may hold, and in which form it keeps them. Invariant: `keep`
+    returns what is kept unchanged, and raises ValueError for what cannot be used."""
 
     wanted: str
     is_met: Callable[[Any], bool] = lambda value: True
@@ -329,7 +327,6 @@ _KINDS = get_type_hints(CompilationConfig, include_extras=True)
 
 
 def _words(kind: Any) -> str:
-    """Return what is wanted of a field of this type."""
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
         return str(arguments[1].wanted)
@@ -348,10 +345,8 @@ FIELDS = tuple(name for name in _KINDS if name != "graph_bs")
 
 
 def _kept(value: Any, kind: Any) -> Any:
-    """Return a value, or what JSON has in its place, as a field of this type keeps it.
-
-    Raises ValueError if it is not of this type or not within its bounds.
-    """
+    """Return a value, or what JSON has in its place, as a field of this type keeps it. Raises
+    ValueError if it is not of this type or not within its bounds."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         bare, bound = arguments

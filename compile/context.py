@@ -1,7 +1,5 @@
-"""The forward context: what an opaque op may know about the step without an argument.
-
-Ops take tensors and their layer's name alone, so the traced graph does not depend on the batch.
-"""
+"""The forward context: what an opaque op may know about the step without an argument. Ops take
+tensors and their layer's name alone, so the traced graph does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -29,18 +27,13 @@ class KVCacheTensor:
 @dataclass(frozen=True)
 class DPMetadata:
     """Token counts of the data-parallel ranks in a step, padding included (after ATOM and vLLM).
-
-    Invariant: every field is identical on every rank; there are several ranks, each with tokens.
-    """
+    Invariant: every field is identical on every rank; there are several ranks, each with tokens."""
 
     num_tokens_across_dp: tuple[int, ...]
 
     @classmethod
     def make(cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int) -> DPMetadata:
-        """Return the counts for a rank that runs `num_tokens`.
-
-        Raises ValueError if it runs another number of tokens than the others believe.
-        """
+        """Return the counts for a rank; ValueError: it runs another number than others believe."""
         if num_tokens_across_dp[dp_rank] != num_tokens:
             wanted = f"{num_tokens_across_dp[dp_rank]} as all ranks agreed"
             raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
@@ -59,9 +52,7 @@ class DPMetadata:
 @dataclass(frozen=True)
 class Context:
     """Facts about the step. Ops in a replayed graph see those of the capture, on padding alone.
-
-    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one.
-    """
+    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one."""
 
     is_prefill: bool = False
     """Not all sequences decode."""
@@ -79,8 +70,7 @@ _Layer = TypeVar("_Layer")
 
 
 def static_forward_context(layers: Iterable[tuple[str, _Layer]]) -> dict[str, _Layer]:
-    """Return layers by name, in order; ValueError: of two of one name, one would compute with the
-    other's cache."""
+    """Return layers by name; ValueError: of two of one name, one would use the other's cache."""
     by_name: dict[str, _Layer] = {}
     for name, layer in layers:
         if name in by_name:

@@ -1,7 +1,5 @@
-"""Counters of everything that must not happen unnoticed.
-
-"compiles nothing" includes native builds: an artifact may hold source.
-"""
+"""Counters of everything that must not happen unnoticed. "compiles nothing" includes native builds:
+an artifact may hold source."""
 
 from __future__ import annotations
 

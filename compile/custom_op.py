@@ -1,7 +1,5 @@
-"""Register a Python function as an opaque torch op, into which tracing does not look.
-
-An integer argument becomes a SymInt, so that a graph serves all its values.
-"""
+"""Register a Python function as an opaque torch op, into which tracing does not look. An integer
+argument becomes a SymInt, so that a graph serves all its values."""
 
 from __future__ import annotations
 
@@ -17,8 +15,6 @@ _libraries: dict[str, torch.library.Library] = {}
 
 @dataclass
 class _Registered:
-    """An op's schema and its implementations by dispatch key."""
-
     schema: str
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -37,18 +33,12 @@ def direct_register_custom_op(
     tags: Sequence[torch.Tag] = (),
     is_composite: bool = False,
 ) -> Any:
-    """Register `op_func` as `torch.ops.<target_lib>.<op_name>` and return the op.
-
-    A name that is registered returns the existing op, because a module may be imported under two
-    paths; ValueError: it has another schema. Another dispatch key adds an implementation.
-
-    Args:
-        mutates_args: names of the tensor arguments that `op_func` writes into.
-        fake_impl: shape function for tracing; only an op that returns nothing does without.
-        dispatch_key: the default serves every device; "CPU" or "CUDA" goes before it there.
-        is_composite: `op_func` calls other ops and kernels and reads no value: a graph on a CPU
-            records what it calls.
-    """
+    """Register `op_func`, which writes into `mutates_args`, as `torch.ops.<target_lib>.<op_name>`
+    and return the op. One that is registered is returned, because a module may be imported under
+    two paths; ValueError: it has another schema. Another dispatch key than the default, which
+    serves every device, adds an implementation. `fake_impl` is the shape function for tracing; only
+    an op that returns nothing does without. `is_composite`: `op_func` calls other ops and kernels
+    and reads no value, so a graph on a CPU records what it calls."""
     schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args))
     name = f"{target_lib}::{op_name}"
     namespace = getattr(torch.ops, target_lib)

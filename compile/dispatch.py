@@ -27,9 +27,7 @@ DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 
 class BatchDescriptor(NamedTuple):
     """The key of a captured graph, and the sizes that ranks pad a step to if they pad at all.
-
-    Invariant: a full graph of decode steps has `num_tokens` == `num_seqs` x query length.
-    """
+    Invariant: a full graph of decode steps has `num_tokens` == `num_seqs` x query length."""
 
     num_tokens: int
     """Of the longest rank."""
@@ -73,14 +71,10 @@ def decide(
     query_len: int = 1,
     captured: CapturedGraphs,
 ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-    """Decide how all ranks run a step: NONE, PIECEWISE or FULL, and the sizes that they pad it to
-    (after ATOM's ForwardMode and vLLM's dispatcher).
-
-    Args:
-        is_uniform_decode: on every rank each sequence decodes `query_len` tokens. ValueError:
-            tokens are not sequences x query length.
-        num_tokens, num_seqs: the largest over the ranks.
-    """
+    """Decide how all ranks run a step (NONE, PIECEWISE or FULL) and the sizes that they pad it to,
+    from the largest numbers of any rank (after ATOM's ForwardMode and vLLM's dispatcher).
+    `is_uniform_decode`: on every rank each sequence decodes `query_len` tokens; ValueError: tokens
+    are not sequences x query length."""
     if is_uniform_decode and num_tokens != num_seqs * query_len:
         wanted = f"{num_seqs} x {query_len} in a uniform decode step"
         raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
@@ -116,10 +110,8 @@ def _full_mixed(
 
 
 def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return batch sizes to capture, ascending and each once, before any is dropped (ATOM).
-
-    One value N of `graph_sizes` stands for 1, 2, 4, 8 and every 16th up to N; `explicit` wins.
-    """
+    """Return batch sizes to capture, ascending and each once, before any is dropped (ATOM). One
+    value N of `graph_sizes` stands for 1, 2, 4, 8 and every 16th up to N; `explicit` wins."""
     if explicit is not None:
         return ascending(explicit)
     if len(graph_sizes) == 1:
@@ -128,12 +120,10 @@ def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) ->
 
 
 def ascending(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return sizes in ascending order, each once."""
     return tuple(sorted(set(sizes)))
 
 
 def within(sizes: Sequence[int], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split sizes into those that a step can have and those above."""
     return tuple(n for n in sizes if n <= most), tuple(n for n in sizes if n > most)
 
 

@@ -68,15 +68,7 @@ LOGGERS = ("lockstep", "serve", "cluster", "compile", "model")
 """The roots of Lockstep's loggers."""
 
 
-def apply_log_level() -> None:
-    """Set Lockstep's loggers to `log_level`."""
-    level = log_level()
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(level)
-
-
 def log_level() -> int:
-    """Return the level of Lockstep's loggers: INFO by default."""
     name = os.environ.get(LOG_LEVEL) or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PieceReport:
-    """One piece of a split graph, in order of execution."""
-
     name: str
     id: int
     is_splitting: bool

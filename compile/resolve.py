@@ -1,8 +1,6 @@
 """`resolve`: what a configuration leaves open is filled in from the scheduler and the pool.
-
 `_RULES` has one rule for each field that may be open, in the order in which they are decided.
-Resolving again changes nothing, unless attention can do less than was assumed.
-"""
+Resolving again changes nothing, unless attention can do less than was assumed."""
 
 from __future__ import annotations
 
@@ -57,8 +55,6 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What decides besides the configuration."""
-
     limits: StepLimits
     asked_mode: CUDAGraphMode
     mode: CUDAGraphMode
@@ -87,17 +83,11 @@ def resolve(
     device: str = "cuda",
     is_served: bool = False,
 ) -> CompilationConfig:
-    """Return the configuration with nothing left open.
-
-    Args:
-        preset: the mode of level 3 if the configuration names none; None: PIECEWISE.
-        enforce_eager: level 0 and mode NONE, overriding the configuration.
-        attention: in which steps the attention backend `backend_name` can be captured.
-        device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
-        is_served: the engine belongs to a server, which may answer before it has compiled.
-
-    Raises FieldError if no size is left to capture, or the result contradicts itself.
-    """
+    """Return the configuration with nothing left open; FieldError if no size is left to capture, or
+    the result contradicts itself. `preset` is the mode of level 3 if the configuration names none;
+    `enforce_eager` overrides it with level 0 and mode NONE; `attention` says which steps the
+    backend `backend_name` can be captured in; a CPU captures fewer sizes, without warm-ups; an
+    engine that `is_served` may answer before it has compiled."""
     if enforce_eager:
         level, mode = int(CompilationLevel.NO_COMPILATION), CUDAGraphMode.NONE
         config = replace(config, level=level, cudagraph_mode=mode, cudagraph_copy_inputs=False)
@@ -184,7 +174,6 @@ def _sizes_field(config: CompilationConfig) -> str:
 
 
 def _compile_sizes(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
-    """Replace "cudagraph_capture_sizes" by the tokens of those batch sizes."""
     if config.level != CompilationLevel.PIECEWISE:
         for field in ("compile_sizes", "compile_ranges", "compile_lazily"):
             if getattr(config, field):

@@ -35,11 +35,9 @@ class ModelTagError(ValueError):
 
 @dataclass(frozen=True)
 class CompileScope:
-    """How modules built inside are compiled, and for which rank.
-
-    Invariant: `config` is resolved. `key_factors` holds what decides generated code and only the
-    caller knows, never ports, ranks or paths.
-    """
+    """How modules built inside are compiled, and for which rank. Invariant: `config` is resolved.
+    `key_factors` holds what decides generated code and only the caller knows, never ports, ranks or
+    paths."""
 
     config: CompilationConfig = field(default_factory=CompilationConfig)
     tp_rank: int = 0

@@ -124,11 +124,8 @@ class Experts:
 
 
 class ModelConfig(_Kept, frozen=True, kw_only=True):
-    """A decoder-only model's shape and constants.
-
-    Invariant: all sizes are positive, `head_dim` is even, `num_heads` is a multiple of
-    `num_kv_heads`, and `architecture` has a family.
-    """
+    """A decoder-only model's shape and constants. Invariant: all sizes are positive, `head_dim` is
+    even, `num_heads` is a multiple of `num_kv_heads`, and `architecture` has a family."""
 
     architecture: str
     num_kv_heads: int
@@ -310,9 +307,7 @@ def _experts(file: _File, given: Mapping[str, Any]) -> Experts | None:
 
 def fingerprint(checkpoint_dir: Path) -> bytes:
     """Return a digest of a checkpoint's configuration, tokenizer and weights: equal for copies.
-
-    Weights are sampled: a change of a few numbers is not noticed.
-    """
+    Weights are sampled: a change of a few numbers is not noticed."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint_dir.iterdir()):
         if path.suffix not in SUFFIXES or not path.is_file():

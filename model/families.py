@@ -1,8 +1,6 @@
-"""The one table of model families, by Hugging Face architecture name.
-
-All are pre-norm decoders with grouped-query attention, rotary positions and gated MLPs or experts.
-A row holds what is particular to one. A test compares the values with the transformers library's.
-"""
+"""The one table of model families, by Hugging Face architecture name. All are pre-norm decoders
+with grouped-query attention, rotary positions and gated MLPs or experts. A row holds what is
+particular to one. A test compares the values with the transformers library's."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ class ExpertNames:
 @dataclass(frozen=True)
 class Family:
     defaults: Mapping[str, Any]
-    """Values of the fields that `config.json` leaves out; a field of other families alone is
-    ignored."""
+    """Values of fields that `config.json` leaves out; those of other families are ignored."""
     has_qkv_bias: bool = False
     """Queries, keys and values have biases whatever `attention_bias` says."""
     has_head_norms: bool = False

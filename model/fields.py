@@ -48,8 +48,7 @@ class Source(Enum):
     """Where a value comes from, and so what an error says if it has another type."""
 
     ARGUMENT = "argument"
-    """Of the command line or YAML, where text stands for numbers too: a type, and the quoted value.
-    """
+    """Of the command line or YAML, where text stands for numbers too: type and quoted value."""
     JSON = "json"
     """Of a request's body: a type is wanted, and a type was found."""
     PYTHON = "python"

@@ -100,11 +100,9 @@ gather = direct_register_custom_op("gather", _gather, mutates_args=["parts"])
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size` ranks that hold a model together.
-
-    Experts are spread over a grid: these ranks, which compute the same tokens, times the
-    data-parallel ranks, which compute others. Each holds whole experts, as many as any other.
-    """
+    """Rank `rank` of `size` ranks that hold a model together. Experts are spread over a grid: these
+    ranks, which compute the same tokens, times the data-parallel ranks, which compute others. Each
+    holds whole experts, as many as any other."""
 
     rank: int = 0
     size: int = 1
@@ -112,8 +110,7 @@ class Shard:
     kind: str = "tp"
     """Of the group: `tp` for ranks that compute the same tokens, `dp` for others."""
     data: Shard | None = None
-    """The data-parallel ranks that share their experts; None where no other rank computes other
-    tokens."""
+    """The data-parallel ranks that share their experts; None where there are none."""
     group_name: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -129,15 +126,13 @@ class Shard:
         return cls(group.rank(), group.size(), group, kind=group_name.partition(".")[0])
 
     def divide(self, name: str, total: int) -> int:
-        """Return one rank's part of `total`, called `name` in the FieldError if it is not a
-        multiple."""
+        """Return one rank's part of `total`; a FieldError of `name` if it is no multiple."""
         if total % self.size:
             raise FieldError(name, f"a multiple of tensor_parallel_size={self.size}", total)
         return total // self.size
 
     def own_experts(self, num_experts: int) -> range:
-        """Return the numbers of the experts that this rank of the grid holds; a FieldError if that
-        is uneven."""
+        """Return the experts that this rank of the grid holds; a FieldError if that is uneven."""
         data = self.data or Shard()
         if num_experts % (self.size * data.size):
             sizes = f"tensor_parallel_size={self.size}"
@@ -149,8 +144,7 @@ class Shard:
         return range(first, first + count)
 
     def slice(self, total: int) -> slice:
-        """Return this rank's part of `total` items: equal parts, rounded up, the last ones short or
-        empty."""
+        """Return this rank's part of `total` items, rounded up; the last are short or empty."""
         part = -(-total // self.size)
         start = min(self.rank * part, total)
         return slice(start, min(start + part, total))

@@ -1,8 +1,6 @@
-"""Rotary position embedding as a configuration describes it, one class for each kind.
-
-These are numbers only, in either spelling (`rope_parameters`, as transformers 5 writes it, or the
-older `rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them.
-"""
+"""Rotary position embedding as a configuration describes it, one class for each kind. These are
+numbers only, in either spelling (`rope_parameters`, as transformers 5 writes it, or the older
+`rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them."""
 
 from __future__ import annotations
 
@@ -63,11 +61,9 @@ class LinearRope:
 
 @dataclass(frozen=True)
 class DynamicRope:
-    """A base that grows with the sequence beyond `original_len` (dynamic NTK scaling).
-
-    A cached key keeps the angles of the length at which it was computed: a longer prompt's would
-    depend on its length, and is refused.
-    """
+    """A base that grows with the sequence beyond `original_len` (dynamic NTK scaling). A cached key
+    keeps the angles of the length at which it was computed: a longer prompt's would depend on its
+    length, and is refused."""
 
     theta: float
     factor: float

@@ -1,8 +1,6 @@
 """Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
-
 The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
-before the first byte of weights is read. What was read must be finite on its device.
-"""
+before the first byte of weights is read. What was read must be finite on its device."""
 
 from __future__ import annotations
 
@@ -41,11 +39,9 @@ ALONE = Shard()
 def load_weights(
     model: CausalLM, checkpoint_dir: Path | str, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Fill the parameters of `model`; `progress` is called with (tensors done, tensors in all).
-
-    A FieldError names the file and the tensor that is missing, unknown, broken, of another shape or
-    not finite; the parameters' values mean nothing then.
-    """
+    """Fill the parameters of `model`; `progress` is called with (tensors done, tensors in all). A
+    FieldError names the file and the tensor that is missing, unknown, broken, of another shape or
+    not finite; the parameters' values mean nothing then."""
     directory = Path(checkpoint_dir)
     files = _tensor_files(directory)
     wanted = {piece.name: piece for piece in model.weight_slices(files.keys())}
@@ -77,11 +73,9 @@ def load_weights(
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
-    """Return whether a checkpoint holds a head that is not its embeddings.
-
-    Like transformers' it then counts, though the model may be configured as tied. All of both is
-    compared, so that every rank finds the same.
-    """
+    """Return whether a checkpoint holds a head that is not its embeddings. Like transformers' it
+    then counts, though the model may be configured as tied. All of both is compared, so that every
+    rank finds the same."""
     files = _tensor_files(checkpoint_dir)
     names = ("lm_head.weight", "model.embed_tokens.weight")
     if not all(name in files for name in names):
@@ -162,11 +156,8 @@ def _broken(path: Path, error: Exception) -> FieldError:
 def _check(
     piece: WeightSlice, file: Any, present: set[str], path: Path, halves: dict[str, str]
 ) -> None:
-    """Refuse a tensor that is not as the model wants it.
-
-    `halves` has a tensor of each 16-bit type so far. Only one may occur: read as the other one,
-    numbers are wrong but finite.
-    """
+    """Refuse a tensor that is not as the model wants it. `halves` has a tensor of each 16-bit type
+    so far. Only one may occur: read as the other one, numbers are wrong but finite."""
     field = f"tensor {piece.name}"
     if piece.name not in present:
         raise refused(field, "where the index says", Words("none"), path)
@@ -224,9 +215,7 @@ def blank_model(
     checkpoint_dir: Path | str, *, shard: Shard = ALONE, dtype: torch.dtype
 ) -> tuple[CausalLM, ModelConfig]:
     """Return the model that `load_model` returns on a CPU, without values: to be traced, not run.
-
-    It takes memory for its largest parameter and no more.
-    """
+    It takes memory for its largest parameter and no more."""
     place = Placement(dtype, torch.device("cpu"), shard)
     model, config = _described_model(checkpoint_dir, place)
     files = _tensor_files(Path(checkpoint_dir))

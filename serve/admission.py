@@ -59,10 +59,7 @@ class Overloaded(Exception):
 
 
 class Shares:
-    """How much of one thing each client holds, and who lacks some.
-
-    Invariant: `total` is the sum of what clients hold.
-    """
+    """What each client holds of one thing, and who lacks some. Invariant: `total` is the sum."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -75,7 +72,6 @@ class Shares:
         return self._held.get(client, 0)
 
     def add(self, client: Client, num: int) -> None:
-        """A client holds so much more, or less."""
         self.total += num
         self._held[client] = self.of(client) + num
         if not self._held[client]:
@@ -125,10 +121,6 @@ class AdmissionSlot:
         self.num_bytes += num_bytes
         admission._bytes.add(self.client, num_bytes)
 
-    def let_go_of_bytes(self) -> None:
-        """Count no bytes any more: they are token ids now, or on their way."""
-        self.hold(-self.num_bytes)
-
     def grow(self, num_sequences: int) -> None:
         """Take a slot for each of the request's sequences; raises Overloaded."""
         admission = self._admission
@@ -164,11 +156,9 @@ class AdmissionSlot:
 
 
 class Admission:
-    """The slots of one ingress.
-
-    Invariant: `num_live` is the sum of all slots' sequences, `num_bytes` that of their bytes.
-    A request that has left holds nothing, no matter what is still done with its slot.
-    """
+    """The slots of one ingress. Invariant: `num_live` is the sum of all slots' sequences,
+    `num_bytes` that of their bytes. A request that has left holds nothing, no matter what is still
+    done with its slot."""
 
     def __init__(
         self,
@@ -226,7 +216,6 @@ class Admission:
         return num_waiting / rate if num_waiting > 0 and rate else 0.0
 
     def _check(self, client: Client, num_more: int, now: float) -> None:
-        """Raise Overloaded unless a client may have so many more sequences."""
         num_live = self.num_live
         if num_live + num_more > self._max_running and self._sequences.has_enough(client, now):
             num_held = self._sequences.of(client)
@@ -247,10 +236,8 @@ class Admission:
     # Who goes.
 
     def _evict(self, now: float, may_go: Callable[[AdmissionSlot], int]) -> bool:
-        """Take a slot from a body that is not complete; return whether there was one.
-
-        may_go: the higher, the sooner it goes; 0: not at all.
-        """
+        """Take a slot from a body that is not complete; return whether there was one. may_go: the
+        higher, the sooner it goes; 0: not at all."""
         read = (slot for slot in self._slots if slot.on_evicted is not None)
         slot = max(read, key=lambda slot: (may_go(slot), slot.num_bytes), default=None)
         if slot is None or slot.on_evicted is None or not may_go(slot):
@@ -279,7 +266,6 @@ class Admission:
     # What is held.
 
     def _check_bytes(self, slot: AdmissionSlot, num_bytes: int, now: float) -> None:
-        """Make room for so many more bytes of a request, or raise Overloaded."""
         client, num_wanted = slot.client, self.num_bytes + num_bytes
         if 2 * num_wanted > self._max_bytes and self._bytes.has_enough(client, now):
             num_held = self._bytes.of(client)

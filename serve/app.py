@@ -53,12 +53,9 @@ application with the same arguments are forgotten."""
 
 
 def deploy(args: dict[str, Any]) -> Application:
-    """Build the application from key=value or YAML arguments, or those in `config=FILE`.
-
-    Bad arguments end the process with exit code 1 and one line on stderr, before Ray starts; so
-    does what a pool cannot start with, once that is known. Inside a cluster (`serve deploy`) bad
-    arguments are raised.
-    """
+    """Build the application from key=value or YAML arguments, or those in `config=FILE`. Bad
+    arguments end the process with exit code 1 and one line on stderr, before Ray starts, and so
+    does what a pool cannot start with; inside a cluster (`serve deploy`) they are raised."""
     try:
         config = deploy_config(args)
         listen(config.args.host, config.args.port)
@@ -78,7 +75,6 @@ def deploy(args: dict[str, Any]) -> Application:
 
 
 def build(config: DeployConfig) -> Application:
-    """Build the application: ingresses over one deployment per pool."""
     handles = {
         pool.name: _pool_deployment(pool).bind(pool, config.config_hash) for pool in config.pools
     }
@@ -128,7 +124,8 @@ class StartWatch:
         """Begin, on a thread of its own; it waits for Ray."""
         interrupt = signal.SIGINT
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if is_main and is_ignored and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             interrupt = signal.SIGUSR1  # the background of a script ignores the other
             signal.signal(interrupt, signal.default_int_handler)
         threading.Thread(target=self._watch, args=(interrupt,), daemon=True).start()

@@ -266,11 +266,9 @@ def texts(value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
-    """Turn key=value text or typed nested values into `DeployArgs`.
-
-    A text value that parses as a JSON list, object or null is taken as JSON; all other text is
-    converted to the field's type. `defaults` hold where neither `raw` nor its file says anything.
-    """
+    """Turn key=value text or typed nested values into `DeployArgs`. A text value that parses as a
+    JSON list, object or null is taken as JSON; all other text is converted to the field's type.
+    `defaults` hold where neither `raw` nor its file says anything."""
     kinds, nested = hints_of(DeployArgs), {**defaults, **_nest(raw)}
     nested = {name: as_switch(value, kinds.get(name)) for name, value in nested.items()}
     try:
@@ -285,10 +283,8 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
 
 
 def split_dashed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return compilation fields as vLLM's command line spells them, and all other arguments.
-
-    `-O3` is a level, `-cc.cudagraph_mode=FULL` one field, `-cc '{"level": 3}'` several.
-    """
+    """Return compilation fields as vLLM's command line spells them, and all other arguments. `-O3`
+    is a level, `-cc.cudagraph_mode=FULL` one field, `-cc '{"level": 3}'` several."""
     nested: dict[str, Any] = {}
     given: set[tuple[str, ...]] = set()
     others: list[str] = []
@@ -337,7 +333,6 @@ def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(nested: dict[str, Any], key: str, value: Any, given: set[tuple[str, ...]]) -> None:
-    """Put the value of an argument, which may be text that is JSON, at its path."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{", "null")):
         with suppress(json.JSONDecodeError):
             value = json.loads(value)
@@ -394,10 +389,8 @@ def _read_file(name: Any) -> dict[str, Any]:
 def _check_keys(
     node: yaml.Node | None, path: tuple[str, ...], outer: tuple[yaml.Node, ...]
 ) -> None:
-    """Refuse keys that are given twice, of which YAML readers keep the last in silence.
-
-    Keys that are no text are refused too, and an anchor that contains itself.
-    """
+    """Refuse keys that are given twice, of which YAML readers keep the last in silence. Keys that
+    are no text are refused too, and an anchor that contains itself."""
     if node in outer:
         raise FieldError(".".join(path), "a value that does not contain itself", "an alias of it")
     if isinstance(node, yaml.SequenceNode):

@@ -59,10 +59,8 @@ def of_key(key: str) -> Client:
 
 
 def of_address(scope: Scope, *, trusted_proxies: int, is_peer_known: bool) -> Client:
-    """Return the client at the other end of a request's connection.
-
-    is_peer_known: the scope's `client` is who has connected, and not a proxy of Ray's.
-    """
+    """Return the client at the other end of a request's connection. is_peer_known: the scope's
+    `client` is who has connected, and not a proxy of Ray's."""
     values = [value.decode("latin1") for name, value in scope["headers"] if name == FORWARDED]
     hops = [hop.strip() for hop in ",".join(values).split(",")] if values else []
     if trusted_proxies:
@@ -92,9 +90,7 @@ def _of_host(host: str) -> Client:
 
 class ApiKeys:
     """The known keys, as digests: how long comparing two takes reveals nothing about a key.
-
-    Invariant: a file that cannot be read, or has no key, leaves the keys that were read before.
-    """
+    Invariant: a file that cannot be read, or has no key, leaves the keys that were read before."""
 
     def __init__(
         self,
@@ -113,7 +109,6 @@ class ApiKeys:
             self._read(file)
 
     def has(self, key: str) -> bool:
-        """Return whether a key is known, in the same time for every key."""
         if self._file is not None and self._clock() >= self._look_at:
             try:
                 if self._read(self._file):
@@ -126,7 +121,6 @@ class ApiKeys:
         return is_known
 
     def _read(self, file: Path) -> bool:
-        """Read the file's keys if it has changed; return whether it has."""
         self._look_at = self._clock() + LOOK_EVERY_S
         try:
             found = os.stat(file)
@@ -167,11 +161,9 @@ def _digest(key: str) -> bytes:
 
 
 class CacheSalts:
-    """Makes the salts of requests. Invariant: equal for equal client and `cache_salt` alone.
-
-    They are keyed by the application's secret, which all ingresses have: nobody who sees one in an
-    engine can try keys against it.
-    """
+    """Makes the salts of requests. Invariant: equal for equal client and `cache_salt` alone. They
+    are keyed by the application's secret, which all ingresses have: nobody who sees one in an
+    engine can try keys against it."""
 
     def __init__(self, secret: bytes = b"", *, is_per_key: bool = False) -> None:
         """Use a secret of at most 64 bytes. `is_per_key`: clients have keys, and salts differ."""

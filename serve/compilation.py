@@ -87,10 +87,8 @@ def compilation_fields(
     torch_compile: TorchCompileConfig | UnsetType | None,
     cuda_graph: CudaGraphConfig | UnsetType | None,
 ) -> dict[str, Any]:
-    """Return the level and the fields that are given, by whichever name, as they are kept.
-
-    Raises FieldError for one that is unknown, cannot be used or is given twice.
-    """
+    """Return the level and the fields that are given, by whichever name, as they are kept. Raises
+    FieldError for one that is unknown, cannot be used or is given twice."""
     fields = {name: _converted(name, value) for name, value in given.items()}
     stated: dict[str, Any] = {}
     implied: dict[str, Any] = {"level": DEFAULT_LEVEL}
@@ -232,10 +230,8 @@ def _read_json(value: Any) -> Any:
 
 def check_names(config: CompilationConfig) -> None:
     """Refuse ops and options of the compiler that do not exist: with them no start could compile.
-
     Only torch and the model know the names, and importing both takes seconds: so they are imported
-    only where a name is given.
-    """
+    only where a name is given."""
     if config.can_split and set(config.splitting_ops or ()) - set(DEFAULT_SPLITTING_OPS):
         import model.weights  # noqa: F401  (registers its ops)
         from compile.pieces.split import look_up_ops

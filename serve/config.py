@@ -1,7 +1,5 @@
-"""What `deploy` and `LLM` run, resolved from their arguments, the model and the machine.
-
-Every error is one line, `FIELD: wanted ..., found ...`, and is raised before anything is started.
-"""
+"""What `deploy` and `LLM` run, resolved from their arguments, the model and the machine. Every
+error is one line, `FIELD: wanted ..., found ...`, and is raised before anything is started."""
 
 from __future__ import annotations
 
@@ -54,8 +52,6 @@ is free."""
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the HTTP application knows of a deployment."""
-
     served_model_name: str
     """What answers call the model."""
     other_model_names: tuple[str, ...] = ()
@@ -86,8 +82,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """One pool: how many groups of which engine."""
-
     name: str
     replicas: int
     num_cpus: float
@@ -102,11 +96,8 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class DeployConfig:
-    """Everything that a deployment is built from.
-
-    Invariant: `pools` is (prefill, decode) or (mixed,); `config_hash` is equal in all processes
-    that may talk to each other.
-    """
+    """Everything that a deployment is built from. Invariant: `pools` is (prefill, decode) or
+    (mixed,); `config_hash` is equal in all processes that may talk to each other."""
 
     model_path: str
     pools: tuple[PoolConfig, ...]
@@ -133,8 +124,7 @@ class DeployConfig:
 
     @property
     def ingress_share(self) -> tuple[int, int]:
-        """How many sequences of one ingress may run and wait; those of all are never more than
-        `max_live`."""
+        """How many sequences of one ingress may run and wait; all have at most `max_live`."""
         running = self.max_running // self.num_ingresses
         return running, self.max_live // self.num_ingresses - running
 
@@ -341,10 +331,8 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
 
 
 def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
-    """Identify what two processes must agree on before they exchange tokens or KV.
-
-    Of compilation, what was asked of all pools counts: each pool resolves that by itself.
-    """
+    """Identify what two processes must agree on before they exchange tokens or KV. Of compilation,
+    what was asked of all pools counts: each pool resolves that by itself."""
     compilation = CompilationConfig(**args.compilation).to_dict()
     facts = (
         PROTOCOL_VERSION,

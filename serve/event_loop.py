@@ -82,9 +82,7 @@ class WorkThreads:
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
         """Return what `work` returns. size: of what it reads or writes, in characters or bytes.
-
-        Overloaded if too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
-        """
+        Overloaded if too much long work waits, or this did not end in `WORK_TIMEOUT_S`."""
         if size <= MAX_INLINE:
             return work(lambda: None)
         if size <= LONG:
@@ -172,7 +170,6 @@ class StreamBatcher:
 
     @contextmanager
     def streaming(self, num: int) -> Iterator[None]:
-        """Count so many streams more while the block lasts."""
         self.num_streams += num
         try:
             yield
@@ -219,9 +216,7 @@ async def frames(
     is_empty: asyncio.Event | None = None,
 ) -> AsyncIterator[bytes]:
     """Yield the frames that processes of this deployment send; others are dropped and logged.
-
-    is_empty: set while nothing waits and everything that came has been processed.
-    """
+    is_empty: set while nothing waits and everything that came has been processed."""
     while True:
         if is_empty is not None and not has_waiting(socket):
             is_empty.set()

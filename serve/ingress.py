@@ -1,7 +1,5 @@
-"""`Ingress`: the deployment that takes requests, over HTTP and from handles of other Ray apps.
-
-The shell of an `IngressCore`: what is Ray's, and the token socket.
-"""
+"""`Ingress`: the deployment that takes requests, over HTTP and from handles of other Ray apps. The
+shell of an `IngressCore`: what is Ray's, and the token socket."""
 
 from __future__ import annotations
 
@@ -43,8 +41,6 @@ ASK_TIMEOUT_S = 30.0
 
 
 class _PoolHandle:
-    """A deployment's handle as the router wants it."""
-
     def __init__(self, handle: DeploymentHandle, config_hash: str) -> None:
         self._handle = handle
         self._config_hash = config_hash
@@ -55,8 +51,6 @@ class _PoolHandle:
 
 @ray_serve.ingress()
 class Ingress:
-    """One replica: a core, its sockets, and the HTTP application over it."""
-
     # Ray Serve awaits constructors: sockets need the running loop.
     async def __init__(  # type: ignore[misc]
         self, config: DeployConfig, handles: dict[str, DeploymentHandle]
@@ -130,22 +124,18 @@ class Ingress:
 
 
 def _map_large_buffers() -> None:
-    """Let the memory of large bodies go back to the system when they are freed.
-
-    Once a large buffer was freed, glibc takes the next ones from its heap, where anything that was
-    allocated behind them keeps their memory.
-    """
+    """Let the memory of large bodies go back to the system when they are freed. Once a large buffer
+    was freed, glibc takes the next ones from its heap, where anything that was allocated behind
+    them keeps their memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 class ActorLock:
-    """The lock of all ingresses of an application: a `FairLock` in a small named actor.
-
-    It is made when a suspect first asks for it, so most applications never have one. If it ends
-    with the ingress that made it, the next one to ask makes another.
-    """
+    """The lock of all ingresses of an application: a `FairLock` in a small named actor. It is made
+    when a suspect first asks for it, so most applications never have one. If it ends with the
+    ingress that made it, the next one to ask makes another."""
 
     def __init__(self, app_name: str, ingress_id: str) -> None:
         self._actor_name = f"quarantine:{app_name}"

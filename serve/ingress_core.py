@@ -47,11 +47,8 @@ LOOP_TICK_S = 0.005
 
 
 class Board(Protocol):
-    """The status board and the cluster; what is asked of them raises BoardSilent.
-
-    `is_new`: it may not have heard of all yet. `poll` tells of this ingress, and returns what is
-    known of all.
-    """
+    """The status board and the cluster; what is asked of them raises BoardSilent. `is_new`: it may
+    not have heard of all yet. `poll` tells of this ingress, and returns what is known of all."""
 
     @property
     def is_new(self) -> bool: ...
@@ -112,10 +109,8 @@ class IngressCore:
 
     async def start(self, receiving: asyncio.Task[None], *, is_first: bool) -> None:
         """Load and read the board from now on, and return when requests may be sent here.
-
         `receiving` moves outputs into mailboxes: without it nothing here is well. Where other
-        ingresses answer meanwhile, this one loads first: Serve sends requests once it is there.
-        """
+        ingresses answer meanwhile, this one loads first: Serve sends requests once it is there."""
         loop = asyncio.get_running_loop()
         loading = loop.create_task(self._load_tokenizer())
         self._tasks += [receiving, loading, loop.create_task(self._poll())]
@@ -144,9 +139,7 @@ class IngressCore:
 
     async def drain(self) -> int:
         """Take no more requests; return how many are still answered, here and by other ingresses.
-
-        Each call reaches one of them, any, so it is made again until all have ended.
-        """
+        Each call reaches one of them, any, so it is made again until all have ended."""
         self._readiness.drain()
         return self._admission.num_requests + self._readiness.num_live_elsewhere
 
@@ -167,18 +160,13 @@ class IngressCore:
         return self._readiness.failure()
 
     async def status(self) -> tuple[int, dict[str, Any]]:
-        """Return code and body of `/ready`, from the last poll.
-
-        A call to the board made here would be cancelled by a client that leaves.
-        """
+        """Return code and body of `/ready`, from the last poll: a client may leave meanwhile."""
         body = self._readiness.body
         return (200 if body["status"] == "ready" else 503), body
 
     async def figures(self) -> dict[str, Any]:
-        """Return the body of `/status`, from the last poll: for its caller no call is made.
-
-        Totals are asked for only while somebody looks, so the first look sees none.
-        """
+        """Return the body of `/status`, from the last poll: for its caller no call is made. Totals
+        are asked for only while somebody looks, so the first look sees none."""
         self._watched_at = time.monotonic()
         return {
             **self._readiness.body,

@@ -63,8 +63,6 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 @dataclass
 class CompletionOutput:
-    """One choice of what was generated for a prompt."""
-
     index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -75,8 +73,6 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt with what was generated for it."""
-
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -88,8 +84,6 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine with its tokenizer, in this process."""
-
     def __init__(
         self,
         model: str | Path | None = None,
@@ -98,10 +92,8 @@ class LLM:
         **options: Any,
     ) -> None:
         """Load a checkpoint; None is the bundled one. FieldError for what cannot be used.
-
         `compilation_config` is a configuration, its fields (also as JSON), or a level; `options`
-        are arguments of `deploy` that concern one engine.
-        """
+        are arguments of `deploy` that concern one engine."""
         if model is not None:
             options["model"] = str(model)
         if compilation_config is not None:
@@ -120,12 +112,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, as text or token ids; outputs are in their order.
-
-        A prompt may be a `TextPrompt` or a `TokensPrompt`, which has a `cache_salt` too.
-        GenerationError if a prompt cannot be served; ValueError if there are several sampling
-        parameters, but not one for each prompt, or a prompt has fields that it may not have.
-        """
+        """Generate for one prompt or many; outputs are in their order. GenerationError if a prompt
+        cannot be served; ValueError if there are several sampling parameters, but not one for each
+        prompt, or a prompt has fields that it may not have."""
         given: Any = prompts
         is_one = isinstance(given, str | dict) or (given and isinstance(given[0], int))
         many: list[Prompt] = [given] if is_one else list(given)

@@ -1,8 +1,6 @@
-"""What `/ready` and `/health` answer, from what the status board said last.
-
-Ready: every pool and the ingresses have all their replicas, and all of them serve. Degraded: some
-are missing, and the rest serves. Nothing here does I/O; times are given to it.
-"""
+"""What `/ready` and `/health` answer, from what the status board said last. Ready: every pool and
+the ingresses have all their replicas, and all of them serve. Degraded: some are missing, and the
+rest serves. Nothing here does I/O; times are given to it."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ LINE_PERIOD_S = 5.0
 
 
 class Readiness:
-    """How an application is, as one of its ingresses sees it."""
-
     def __init__(self, config: DeployConfig, ingress_id: str, now: float) -> None:
         nothing: dict[str, Any] = {"pools": {}, "ingresses": [], "loading": []}
         self.body: dict[str, Any] = {"status": "loading", "compiling": False, **nothing}
@@ -42,7 +38,6 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be served now."""
         serves = self.body["status"] in ("ready", "degraded")
         return serves and self.has_tokenizer and not self._is_draining
 
@@ -73,7 +68,6 @@ class Readiness:
         self.body = {**self.body, "status": "draining"}
 
     def elapsed_s(self, now: float) -> float:
-        """Return how long something has been missing."""
         return now - self._complete_at
 
     def are_pools_late(self, body: dict[str, Any], now: float) -> bool:
@@ -85,11 +79,9 @@ class Readiness:
     def see(
         self, body: dict[str, Any], free: Mapping[str, float], now: float, *, is_board_new: bool
     ) -> bool:
-        """Take what the board says of all; return whether that is news.
-
-        A board that is new may not have heard of all yet. `free`: the cluster's resources that are
-        not reserved, where pools are late.
-        """
+        """Take what the board says of all; return whether that is news. A board that is new may not
+        have heard of all yet. `free`: the cluster's resources that are not reserved, where pools
+        are late."""
         self._heard_at = now
         missing = self._missing(body, free, now)
         if missing and is_board_new and self.body["status"] != "loading":
@@ -150,10 +142,8 @@ def _num_placed(body: dict[str, Any], pool: str) -> int:
 
 
 def _why_down(pool: dict[str, Any]) -> str:
-    """Return why a pool serves nobody and will not do so by itself soon; empty if it does.
-
-    None of its replicas serves, and one has failed, or its watchdog called a step of it stuck.
-    """
+    """Return why a pool serves nobody and will not do so by itself soon; empty if it does. None of
+    its replicas serves, and one has failed, or its watchdog called a step of it stuck."""
     replicas = [replica for replica in pool["replicas"] if replica["state"] != OUTDATED]
     if any(replica["state"] == "ready" for replica in replicas):
         return ""
@@ -181,9 +171,7 @@ def _part(what: str, entries: list[dict[str, Any]]) -> str:
 
 class StartLog:
     """What is logged of an application that starts, rebuilds a group or compiles while it serves.
-
-    Ray brings the ingress's log to the console of `serve run`.
-    """
+    Ray brings the ingress's log to the console of `serve run`."""
 
     def __init__(
         self,
@@ -200,7 +188,6 @@ class StartLog:
         self._state = "loading"
 
     def see(self, body: dict[str, Any]) -> None:
-        """Say what `/ready`'s body has, if that is due."""
         is_compiling = body["status"] == "ready" and body["compiling"]
         state = "compiling" if is_compiling else body["status"]
         now = self._clock()

@@ -29,6 +29,7 @@ from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from compile.errors import FieldError
@@ -46,9 +47,7 @@ takes seconds on a busy machine."""
 
 def listen(host: str | None, port: int | None) -> None:
     """Have this `serve run` listen there once it has called `ray.init`; None: where Serve does.
-
-    FieldError where one is given, and Serve's address is not for `deploy` to choose.
-    """
+    FieldError where one is given, and Serve's address is not for `deploy` to choose."""
     fields = {"host": host, "port": port}
     given = {name: value for name, value in fields.items() if value is not None}
     context = click.get_current_context(silent=True)
@@ -67,7 +66,6 @@ def _refuse(given: dict[str, str | int], where: str) -> None:
 
 
 def _start(given: dict[str, str | int]) -> None:
-    """Start Serve where it is to listen, or end this process with one line."""
     try:
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is not None:
@@ -91,10 +89,8 @@ def check_same(given: dict[str, str | int], running: HTTPOptions) -> None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise `FieldError` unless a server can listen there.
-
-    HAProxy itself would not notice: it shares a port with another HAProxy of the same user.
-    """
+    """Raise `FieldError` unless a server can listen there. HAProxy itself would not notice: it
+    shares a port with another HAProxy of the same user."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Connections of a server that has ended do not count: SO_REUSEADDR is set.
@@ -126,7 +122,8 @@ def _listener(port: int) -> str:
 
 def drain_at_exit(timeout_s: float) -> None:
     """Drain when this process exits, as it then does on SIGHUP unless that is ignored (nohup)."""
-    if (context := click.get_current_context(silent=True)) is not None:
+    context = click.get_current_context(silent=True)
+    if context is not None and context.command.name == "run":
         context.call_on_close(partial(drain, timeout_s))
     else:  # a program of the user's own; before Ray's function, since the order is reversed
         atexit.register(drain, timeout_s)
@@ -136,17 +133,15 @@ def drain_at_exit(timeout_s: float) -> None:
 
 
 def drain(timeout_s: float) -> None:
-    """Have every application refuse new requests; return once those that run have ended.
-
-    What still runs after `timeout_s` is cut off. Does nothing where the cluster does not end with
-    this process, or no application is left, as after Ctrl-C.
-    """
+    """Have every application refuse new requests; return once those that run have ended. What still
+    runs after `timeout_s` is cut off. Does nothing where the cluster does not end with this
+    process, or no application is left, as after Ctrl-C."""
     if not (ray.is_initialized() and has_started_cluster()):
         return
     signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM
     try:
         _wait_for(_ingresses(), timeout_s)
-    except (TimeoutError, RayError) as error:
+    except (TimeoutError, RayError, RayServeException) as error:
         why = str(error).strip().partition("\n")[0]
         _say(f"draining: an ingress did not say what it answers, which is cut off: {why}")
 
@@ -181,7 +176,6 @@ def _say(line: str) -> None:
 
 
 def has_started_cluster() -> bool:
-    """Return whether a raylet is a child of this process."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             _, name, rest = stat.read_text().replace("(", ")", 1).split(")", 2)

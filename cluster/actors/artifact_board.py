@@ -50,8 +50,7 @@ def create_artifact_board() -> Any:
 
 
 class RayExchange:
-    """An `ArtifactExchange` over Ray's object store; what it has published lives as long as it
-    does."""
+    """An `ArtifactExchange` over Ray's object store; what it has published lives as long as it."""
 
     def __init__(self, board: Any) -> None:
         self._board = board

@@ -1,8 +1,6 @@
-"""What outlives processes: an application's secret, its totals, and why its pools cannot start.
-
-It is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`,
-as Ray itself does; the functions are older than Ray 1.0. Every call blocks for a moment.
-"""
+"""What outlives processes: an application's secret, its totals, and why its pools cannot start. It
+is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`, as
+Ray itself does; the functions are older than Ray 1.0. Every call blocks for a moment."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ def _put(key: str, data: bytes, *, overwrite: bool = True) -> None:
 
 def application_secret(app_name: str) -> bytes:
     """Return the secret of an application: random, and one for all processes and deployments of it.
-
     The first process to look for it puts it there. A random argument of deployments would differ at
-    each `serve deploy`, and Serve would restart every replica.
-    """
+    each `serve deploy`, and Serve would restart every replica."""
     if not internal_kv._internal_kv_initialized():
         raise RuntimeError("secret: wanted a process that is connected to Ray, found none")
     key = f"secret:{app_name}"

@@ -66,10 +66,7 @@ class RankActor:
         return self._endpoints.rendezvous
 
     def load(self, rendezvous: Rendezvous | None = None) -> str:
-        """Load the model and join the group; return a leader's inbox, or "".
-
-        `CannotCompile`: no other rank would load either.
-        """
+        """Load the model and join the group; return a leader's inbox. `CannotCompile` is final."""
         self._state = "loading"
         try:
             self._rank = self._loaded(rendezvous)

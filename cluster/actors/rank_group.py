@@ -72,10 +72,8 @@ class CallEnd:
 
 class RankHandle(Protocol):
     """One rank, as its group's owner calls it. A call is made at once, and its end never raises.
-
     The values are those of `RankActor`. `run` ends with the rank. `stop` tells a leader to end the
-    group between two steps; `kill` ends the process even inside a collective.
-    """
+    group between two steps; `kill` ends the process even inside a collective."""
 
     def meet(self) -> Awaitable[CallEnd]: ...
     def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]: ...
@@ -90,10 +88,7 @@ Calls = dict[RankPlace, asyncio.Future[CallEnd]]
 
 
 class RankGroup:
-    """The ranks of one group under one epoch.
-
-    Invariant: `inboxes[d]` is the endpoint of data-parallel rank d's leader.
-    """
+    """The ranks of one epoch. Invariant: `inboxes[d]` is that of data-parallel rank d's leader."""
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class RankGroup:
         watchdog_s: float,
         epoch: int = 0,
     ) -> None:
-        """Own these ranks, which stand in the order of `places_of`."""
         self.epoch = epoch
         self.handles = list(handles)
         self.places = places_of(parallel, epoch)
@@ -118,8 +112,7 @@ class RankGroup:
         """The end of each rank, in the order of `places`."""
 
     async def start(self) -> None:
-        """Load every rank and set it running; `RankDied` names one that ended meanwhile, or fell
-        silent."""
+        """Load every rank and set it running; `RankDied` names one that ended or fell silent."""
         rendezvous = await self._meet()
         loads: Calls = {
             place: asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
@@ -165,11 +158,9 @@ class RankGroup:
         raise RankDied(f"{name} ended {when}: {end.cause}", end.verdict) from end.error
 
     async def wait_for_end(self) -> str:
-        """Wait until a rank ends and return which one is to blame and why.
-
-        That is the first to end, unless another turns out to have died, or most ranks name another.
-        Unless the group was told to stop, all other ranks are killed.
-        """
+        """Wait until a rank ends and return which one is to blame and why. That is the first to
+        end, unless another turns out to have died, or most ranks name another. Unless the group was
+        told to stop, all other ranks are killed."""
         runs = dict(zip(self.places, self.runs, strict=True))
         found = await _first_to_end(runs, self.watch(), is_end=lambda end: True)
         if not self._is_stopping:
@@ -191,12 +182,9 @@ class RankGroup:
         return LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s)
 
     async def _listen(self, silent_s: float, *, since: float, starting_s: float = 0.0) -> str:
-        """Ask every rank for its heartbeat once a second, until the watchdog names one.
-
-        An owner that was itself held up judges no rank before it has listened again. A rank that
-        has no heartbeat yet, but answers, may be silent for `starting_s` longer: it may import
-        torch for minutes.
-        """
+        """Ask every rank for its heartbeat once a second, until the watchdog names one. An owner
+        that was held up judges no rank before it has listened again. A rank that answers without a
+        heartbeat may be silent for `starting_s` longer, since it may import torch."""
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
@@ -232,8 +220,7 @@ class RankGroup:
                     return named
 
     async def report(self) -> GroupReport:
-        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer in time,
-        or is gone."""
+        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer."""
         calls = asyncio.gather(*(handle.stats() for handle in self.handles))
         ends = await asyncio.wait_for(calls, STATS_TIMEOUT_S)
         for place, end in zip(self.places, ends, strict=True):
@@ -248,8 +235,7 @@ class RankGroup:
         return GroupReport(ranks, loading, [counts for _, _, counts in answers])
 
     async def stop(self) -> None:
-        """End every rank between two steps and wait for it, then kill what is left. Leaders tell
-        followers."""
+        """End the ranks between two steps, then kill what is left. Leaders tell followers."""
         self._is_stopping = True
         for handle, place in zip(self.handles, self.places, strict=True):
             if place.tp_rank == 0:
@@ -275,12 +261,10 @@ def places_of(parallel: ParallelConfig, epoch: int) -> list[RankPlace]:
 async def _first_to_end(
     calls: Calls, watch: Coroutine[Any, Any, str], *, is_end: Callable[[CallEnd], bool]
 ) -> tuple[str, CallEnd | None] | None:
-    """Wait for the first call that `is_end`, or for what `watch` names.
-
-    After an error, a process that dies within `BLAME_S` is to blame instead. Leaders that diverge
-    all raise; one is returned whose error accuses the rank that most of them accuse. Returns a
-    rank's name and its end; what `watch` says and None; or None if no call is an end.
-    """
+    """Wait for the first call that `is_end`, or for what `watch` names; return a rank's name and
+    its end, what `watch` says and None, or None if no call is an end. After an error, a process
+    that dies within `BLAME_S` is to blame instead; of leaders that diverge, one that most
+    accuse."""
     watched = asyncio.ensure_future(watch)
     pending: set[asyncio.Future[Any]] = {*calls.values(), watched}
     ended = list[RankPlace]()

@@ -19,12 +19,8 @@ from cluster.wire.credentials import Credentials
 
 
 def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
-    """Return the indices of `num` bundles from `first` on, and whether they are known to lie on one
-    node.
-
-    Ray promises no order: those of one node come in a row, so that a tensor-parallel group lies on
-    few.
-    """
+    """Return the indices of `num` bundles from `first` on, those of one node in a row, since Ray
+    promises no order; and whether they are known to lie on one node."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     bundles = range(first, first + num)
     first_on: dict[str, int] = {}
@@ -35,8 +31,6 @@ def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[i
 
 
 class RayRank:
-    """The `RankHandle` of an actor."""
-
     def __init__(self, actor: Any, board: Any) -> None:
         self.actor = actor
         self._board = board
@@ -88,8 +82,7 @@ def create_group(
     credentials: Credentials,
     epoch: int = 0,
 ) -> RankGroup:
-    """Create the actors of a group, which wait to be told to load; rank 0's bundle is
-    `first_bundle`."""
+    """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
     bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))

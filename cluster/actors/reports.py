@@ -65,8 +65,7 @@ def ready_body(
     ingresses: Sequence[IngressReport],
     config_hash: str | None,
 ) -> dict[str, Any]:
-    """Return the body of `/ready` as the deployment with this hash sees it; None: any. Replicas of
-    another one are outdated."""
+    """Return the body of `/ready`; replicas of a deployment with another hash are outdated."""
     pools = {
         pool: {"replicas": [_replica_body(report, config_hash) for report in found]}
         for pool, found in reports.items()
@@ -87,7 +86,16 @@ def ready_body(
         "status": _status(pools),
         "compiling": _is_compiling(pools),
         "pools": pools,
-        "ingresses": [_ingress_body(report) for report in ours],
+        "ingresses": [
+            {
+                "id": report.ingress_id,
+                "state": "loading" if report.loading else "ready",
+                "pid": report.pid,
+                "node": report.node,
+                "num_live": report.num_live,
+            }
+            for report in ours
+        ],
         "loading": loading,
     }
 
@@ -129,7 +137,6 @@ def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
 
 
 def _engine_figures(counts: Counts) -> dict[str, Any]:
-    """Return an engine's sums, its steps by mode and its graph replays by agreed size."""
     steps: dict[str, float] = {}
     replays: dict[str, float] = {}
     for (name, *labels), value in counts.items():
@@ -153,16 +160,6 @@ def _replica_body(report: ReplicaReport, config_hash: str | None) -> dict[str, A
     if report.error:
         entry["error"] = report.error
     return entry
-
-
-def _ingress_body(report: IngressReport) -> dict[str, Any]:
-    return {
-        "id": report.ingress_id,
-        "state": "loading" if report.loading else "ready",
-        "pid": report.pid,
-        "node": report.node,
-        "num_live": report.num_live,
-    }
 
 
 def _is_compiling(pools: dict[str, Any]) -> bool:

@@ -52,11 +52,9 @@ DEBUG_S = 3.0
 
 
 class RayMetrics:
-    """One application's metrics once more, for those who scrape Ray's own endpoints.
-
-    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there. All are set
-    as gauges, because a Ray counter starts at zero with its process and a total does not.
-    """
+    """One application's metrics once more, for those who scrape Ray's own endpoints. Ray's names
+    take no colon: `lockstep:steps_total` is `lockstep_steps_total` there. All are set as gauges,
+    because a Ray counter starts at zero with its process and a total does not."""
 
     def __init__(self, described: Described) -> None:
         self._described = described
@@ -86,9 +84,7 @@ class RayMetrics:
 
 class StatusBoard:
     """The last report of every pool replica, by pool and replica id, and the totals of all.
-
-    Invariant: `metrics` returns no total that was not kept before.
-    """
+    Invariant: `metrics` returns no total that was not kept before."""
 
     def __init__(
         self,
@@ -96,8 +92,7 @@ class StatusBoard:
         kept: KeptTotals | None = None,
         ray_metrics: RayMetrics | None = None,
     ) -> None:
-        """`kept` is where totals go on from, and are saved; `ray_metrics` gets all figures at
-        times."""
+        """Go on from the totals of `kept`; `ray_metrics` gets all figures at times."""
         self._kept = kept
         self._ray_metrics = ray_metrics
         self._exported_at = time.monotonic()
@@ -189,8 +184,7 @@ class StatusBoard:
         return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted, as the status page shows it; it may fall when the board is made
-        anew."""
+        """Return what the status page shows; it may fall when the board is made anew."""
         engines = {
             _engine(pool, place, dp_rank): (pool, replica_id, dp_rank)
             for pool, places in self._places.items()
@@ -227,8 +221,7 @@ def _engine(pool: str, place: int, dp_rank: int) -> str:
 
 
 class IngressBoard:
-    """An ingress's way to the board, which it makes where there is none; BoardSilent if nobody
-    answers."""
+    """An ingress's way to the board, made where there is none; BoardSilent if nobody answers."""
 
     def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
         self._app_name = app_name
@@ -273,8 +266,7 @@ class IngressBoard:
         return {k: v for k, v in found.items() if k in ("CPU", "GPU")}
 
     async def debug_ranks(self) -> dict[str, Any]:
-        """Return the body of `/debug/ranks`; a rank that does not answer in `DEBUG_S` has an
-        `error` instead."""
+        """Return the body of `/debug/ranks`; a rank that does not answer has an `error`."""
         pools = {}
         for pool, replicas in (await self._answer(lambda: self._board.actors.remote())).items():
             asked = [(name, await _debug_of(actors)) for name, actors in replicas.items()]
@@ -311,9 +303,7 @@ class ReplicaBoard:
 
     async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
         """Push a report, or nothing while there is no board; its actors when they are new there.
-
-        Waits for the answer, because only that shows whether the board died with its ingress.
-        """
+        Waits for the answer, because only that shows whether the board died with its ingress."""
         try:
             if self._board is None:
                 self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)

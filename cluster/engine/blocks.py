@@ -48,10 +48,8 @@ def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_block
 
 class BlockManager:
     """Owns the blocks 1..num_blocks of a pool; block 0 is scratch for padding and never given out.
-
-    Invariant: a block is in the free list exactly when its reference count is 0, and a block's
-    hash is known exactly while the cache points from that hash to it.
-    """
+    Invariant: a block is in the free list exactly when its reference count is 0, and a block's hash
+    is known exactly while the cache points from that hash to it."""
 
     def __init__(
         self,
@@ -60,8 +58,7 @@ class BlockManager:
         enable_prefix_caching: bool,
         sliding_window: int | None = None,
     ) -> None:
-        """No layer reads more than the last `sliding_window` tokens, the one that reads included;
-        None: all."""
+        """No layer reads more than its last `sliding_window` tokens, its own included."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -95,12 +92,9 @@ class BlockManager:
         return max(num_computed - self.sliding_window + 1, 0) // self.block_size
 
     def match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks of the sequence's longest head; changes nothing.
-
-        The last token is never covered, because it must be computed to get logits; so must all
-        others if their log-probabilities are wanted. Blocks that the next token does not read are
-        scratch.
-        """
+        """Return the cached blocks of the sequence's longest head; changes nothing. The last token
+        is never covered, because it must be computed to get logits; so must all others if their
+        log-probabilities are wanted. Blocks that the next token does not read are scratch."""
         if not self._is_looked_up(seq):
             return []
         num_blocks = (seq.num_tokens - 1) // self.block_size
@@ -180,8 +174,7 @@ class BlockManager:
         return new
 
     def drop_outside_window(self, seq: Sequence) -> None:
-        """Free what no token will read any more; a step in flight reads what the first unconfirmed
-        one does."""
+        """Free what neither a token nor a step in flight will read any more."""
         start, stop = seq.num_dropped_blocks, self.first_needed(seq.num_confirmed_tokens)
         if stop <= start:
             return
@@ -231,8 +224,7 @@ class BlockManager:
         return block
 
     def _hash(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the digests of the first full blocks, each of its tokens and all before them, and
-        of the salt."""
+        """Return the first full blocks' digests: of the salt and all tokens up to their ends."""
         hashes, size = seq.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
             parent = hashes[i - 1] if i else seq.request.cache_salt

@@ -18,17 +18,14 @@ class CannotCompile(RuntimeError):
 
 
 class CompileSwitch:
-    """One rank's stage.
-
-    Invariant: `stage` is what the last agreement named, and `is_over` if no stage follows. Steps
-    dispatch over `captured`, which is equal on all ranks and empty before the last stage.
-    """
+    """One rank's stage. Invariant: `stage` is what the last agreement named, and `is_over` if no
+    stage follows. Steps dispatch over `captured`, which is equal on all ranks and empty before the
+    last stage."""
 
     def __init__(
         self, captured: CapturedGraphs | None = None, *, last_stage: int = 0, num_followers: int = 0
     ) -> None:
-        """If stage 0 is the last one, all is compiled and captured already. So many followers must
-        load too."""
+        """If stage 0 is the last one, all is compiled. So many followers must load too."""
         self.stage = 0
         self.last_stage = last_stage
         self.is_over = last_stage == 0

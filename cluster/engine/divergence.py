@@ -14,10 +14,8 @@ from cluster.wire.messages import StepAgreement, StepPlan, checksum
 
 
 class StepDivergence(RuntimeError):
-    """One rank's step is not another's; the message's last line names rank, step and field.
-
-    The lines before it are the end of the step log of the rank that found out.
-    """
+    """One rank's step is not another's; the message's last line names rank, step and field. The
+    lines before it are the end of the step log of the rank that found out."""
 
     def __init__(
         self,
@@ -41,12 +39,9 @@ class StepDivergence(RuntimeError):
 
 
 class StepDigester:
-    """Digests of the steps that one rank runs, one after the other.
-
-    Where steps overlap, the digest of the next step but one covers what a step drew: by then every
-    rank has waited for it and called `note_drawn`. Invariant: `row_state` covers all admissions and
-    new blocks so far, in order; two ranks with equal digests hold equal rows.
-    """
+    """Digests of the steps that one rank runs. Where steps overlap, that of the next step but one
+    covers what a step drew: by then every rank has called `note_drawn`. Invariant: `row_state`
+    covers all admissions and new blocks so far; two ranks with equal digests hold equal rows."""
 
     def __init__(self, *, is_overlapped: bool = False) -> None:
         self._previous_step = 0

@@ -55,22 +55,16 @@ class Runner(Protocol):
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> Any:
         """Enter the agreement's stage and run the batch, or a dummy one; return what to `wait` for.
-
-        `confirm` is called before the first collective: when the inputs are ready, or ahead of a
-        stage that is entered. On a device that runs by itself the step may still be under way at
-        the return.
-        """
+        `confirm` is called before the first collective. On a device that runs by itself the step
+        may still be under way at the return."""
 
     def wait(self, launched: Any) -> SampledTokens: ...
 
 
 class Engine:
     """One data-parallel rank's scheduler with its own runner and the way to its followers'.
-
-    `agreed` is the agreement of the last step; without work, the loop may sleep until a peer votes
-    for the next one. `is_draining`: this rank was asked to end; the group ends once all ranks were.
-    `channel` is None if no follower belongs to the rank.
-    """
+    `agreed` is the agreement of the last step. `is_draining`: this rank was asked to end; the group
+    ends once all ranks were."""
 
     def __init__(
         self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, runner: Runner

@@ -18,12 +18,9 @@ from cluster.wire.messages import KVHandoff
 
 
 class KVHandover:
-    """Who holds and reads for one engine, and the sequences that they have.
-
-    `metadata` is what handoffs say that are written and read here; None on an engine that keeps its
-    sequences. Without `holder` none is held, and without `reader` none is read. Of held sequences
-    two may have one request id.
-    """
+    """Who holds and reads for one engine, and their sequences. `metadata` is what handoffs say that
+    are written and read here; None on an engine that keeps its sequences. Of held sequences two may
+    have one request id."""
 
     def __init__(
         self,

@@ -31,12 +31,9 @@ class PeersSilent(RuntimeError):
 
 
 def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
-    """Return how all data-parallel ranks run a step, from their votes in rank order.
-
-    A rank with nothing scheduled runs dummy tokens, so that it joins the same collectives as the
-    others. Invariant: epoch, step and stage of all votes are equal, and so is `captured` on all
-    ranks.
-    """
+    """Return how all data-parallel ranks run a step, from their votes in rank order. A rank with
+    nothing scheduled runs dummy tokens, so that it joins the same collectives as the others.
+    Invariant: epoch, step and stage of all votes are equal, and so is `captured` on all ranks."""
     is_end = all(vote.draining for vote in votes)
     advances = not is_end and all(vote.can_advance for vote in votes)
     has_work = advances or (not is_end and any(vote.has_work for vote in votes))
@@ -93,11 +90,9 @@ class VoteChannel(Protocol):
 
 
 class JoinedLockstep:
-    """The agreement of several leaders. Belongs to the step thread.
-
-    Both methods raise `StepDivergence` if a peer is in another step or agreed on something else,
-    and `PeersSilent` if one sends nothing in time.
-    """
+    """The agreement of several leaders. Belongs to the step thread. Both methods raise
+    `StepDivergence` if a peer is in another step or agreed on something else, and `PeersSilent` if
+    one sends nothing in time."""
 
     def __init__(self, machine: LockstepMachine, channel: VoteChannel, stats: StepStats) -> None:
         self._machine = machine
@@ -130,10 +125,8 @@ class JoinedLockstep:
 
 
 class _Peer:
-    """What has arrived from one leader and was not used yet.
-
-    Invariant: frames so far were Vote(1), Confirm(1), Vote(2), ...; `step` is the last vote's.
-    """
+    """What has arrived from one leader and was not used yet. Invariant: frames so far were Vote(1),
+    Confirm(1), Vote(2), ...; `step` is the last vote's."""
 
     def __init__(self, dp_rank: int, epoch: int) -> None:
         self.name = f"rank dp={dp_rank} tp=0 epoch={epoch}"
@@ -173,12 +166,9 @@ class _Peer:
 
 
 class LockstepMachine:
-    """One leader's side of the lockstep.
-
-    Call `vote`, then `on_frame` until `missing_votes` is empty, `conclude`, and `on_frame` until
-    `missing_confirms` is empty; then the next step. What does not come next, or disagrees with this
-    rank's view of the step, is a `StepDivergence`.
-    """
+    """One leader's side of the lockstep. Call `vote`, then `on_frame` until `missing_votes` is
+    empty, `conclude`, and `on_frame` until `missing_confirms` is empty; then the next step. What
+    does not come next, or disagrees with this rank's view of the step, is a `StepDivergence`."""
 
     def __init__(self, *, dp_rank: int, dp_size: int, epoch: int, switch: CompileSwitch) -> None:
         self._dp_rank = dp_rank

@@ -1,8 +1,6 @@
-"""What an engine can serve: a request that it could never finish is refused by name.
-
-Only what cannot change while the engine lives is asked here. Bounds that hold for every engine
-stand in the wire structs' types, and were checked where the request was decoded.
-"""
+"""What an engine can serve: a request that it could never finish is refused by name. Only what
+cannot change while the engine lives is asked here. Bounds that hold for every engine stand in the
+wire structs' types, and were checked where the request was decoded."""
 
 from __future__ import annotations
 
@@ -114,8 +112,7 @@ def _find_grammar_error(sampling: Sampling, vocab_size: int) -> str:
 
 
 def _find_mask_error(rules: LogitRules, stop_token_ids: tuple[int, ...], vocab_size: int) -> str:
-    """Return what is wrong with a request that masks tokens: a row without any has nothing to draw
-    from."""
+    """Return what is wrong with a mask of tokens: one of none leaves nothing to draw from."""
     mask = rules.allowed_tokens
     allowed = int.from_bytes(mask, "little")
     if allowed.bit_length() > vocab_size:

@@ -63,11 +63,9 @@ RUNNING = SequenceStatus.RUNNING
 FINISHED = SequenceStatus.FINISHED
 
 MAX_UNFINISHED_TIMES = 1024
-"""Requests that may wait for each that may run. The ingress admits far fewer; this bounds the
-memory that another sender could fill."""
+"""Requests that may wait for each that may run: the bound on another sender than an ingress."""
 MAX_EARLY_ABORTS = 4096
-"""Ids of requests that were aborted here before they came. Most never come, because they have just
-ended."""
+"""Ids that were aborted here before they came; most never come, having just ended."""
 
 
 class Scheduler:
@@ -142,7 +140,14 @@ class Scheduler:
             # Resumed from an engine that died with the last token on its way.
             self._refuse(seq, FinishReason.LENGTH)
         else:
-            self._enqueue(seq)
+            self._num_arrivals += 1
+            self._unfinished[seq.request_id] = seq
+            seq.arrived_at = self._clock()
+            if self._is_compiled(seq):
+                self._waiting.append(seq)
+            else:
+                self._compiling[seq.request_id] = seq
+            self._handover.expect(seq)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests wherever they are; unknown ids are remembered for a while."""
@@ -189,12 +194,9 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self) -> StepPlan | None:
-        """Choose the next step's batch although a step may be in flight.
-
-        Returns None, and plans nothing, where the result of that step is needed first: a running
-        sequence lacks blocks and would pre-empt another, one has a grammar, whose mask follows from
-        the token that is being drawn, or all that run may end with it.
-        """
+        """Choose the next step's batch although a step may be in flight. None, and nothing planned,
+        where that step's result is needed first: a sequence would be pre-empted, one has a grammar,
+        whose mask follows from the pending token, or all that run may end with it."""
         if not self._in_flight:
             return self.schedule()
         self._take_what_ended()
@@ -251,8 +253,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits, runs, is handed over or is in flight, or an output was not
-        taken."""
+        """Whether a request has not ended, or an output was not taken."""
         is_busy = self._unfinished or self._in_flight or self._outputs
         return bool(is_busy) or self._handover.has_any
 
@@ -292,16 +293,6 @@ class Scheduler:
         if not error:
             self._handover.refuse(seq)
         self._emit(seq, reason, error)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        self._num_arrivals += 1
-        self._unfinished[seq.request_id] = seq
-        seq.arrived_at = self._clock()
-        if self._is_compiled(seq):
-            self._waiting.append(seq)
-        else:
-            self._compiling[seq.request_id] = seq
-        self._handover.expect(seq)
 
     def _is_compiled(self, seq: Sequence) -> bool:
         """Return whether a sequence may queue: it needs no grammar, or has it now."""
@@ -410,8 +401,7 @@ class Scheduler:
         return seq.grammar is not None and seq.num_pending_tokens > 0 and not self._may_end(seq)
 
     def _fits_ahead(self) -> bool:
-        """Return whether free blocks hold what running sequences compute next: none may be
-        pre-empted now."""
+        """Return whether running sequences fit into free blocks: none may be pre-empted now."""
         blocks, budget = self.blocks, self._config.max_num_batched_tokens
         num_free = blocks.num_free_blocks
         # The last block of each may be full, and the rest of the budget fills new ones.
@@ -620,11 +610,9 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class _HeadNeed:
-    """What the head of the queue needs, by what was cached of it when it was looked up.
-
-    To look up a long prompt's blocks takes a millisecond: that is done only when as many blocks are
-    free as it needs, or when the first block that was missing is cached.
-    """
+    """What the head of the queue needs, by what was cached of it when it was looked up. To look up
+    a long prompt's blocks takes a millisecond: that is done only when as many blocks are free as it
+    needs, or when the first block that was missing is cached."""
 
     seq: Sequence
     num_known: int

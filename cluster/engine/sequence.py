@@ -1,8 +1,5 @@
 """A sequence: one request's tokens and how far an engine has got with them; and a step's `Batch` of
-them.
-
-`token_ids` only ever grows, so whatever was derived from its head stays right.
-"""
+them. `token_ids` only ever grows, so whatever was derived from its head stays right."""
 
 from __future__ import annotations
 
@@ -64,8 +61,7 @@ class Sequence:
     num_in_flight_tokens: int = 0
     """Of these, those that steps in flight compute."""
     num_pending_tokens: int = 0
-    """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
-    them."""
+    """Output tokens that steps in flight draw behind `token_ids`: nobody here knows them."""
     last_step: int = 0
     arrived_at: float = 0.0
     queued_us: int = -1
@@ -114,8 +110,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt's log-probabilities are due: not once it has output, here or
-        elsewhere."""
+        """Whether its prompt's log-probabilities are due: not once it has output anywhere."""
         wanted = self.request.sampling.num_prompt_logprobs >= 0
         return wanted and len(self.token_ids) == self.num_prompt_tokens
 
@@ -128,8 +123,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
     def masked_row(self, index: int) -> MaskedRow:
-        """Return what fills the mask of its next token, the `index`-th that the step samples. The
-        matcher counts the tokens in it as given."""
+        """Return what fills its next token's mask; the matcher counts the tokens as given."""
         grammar = self.request.sampling.grammar
         assert grammar is not None and self.grammar is not None
         if self.matcher is None:
@@ -150,11 +144,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The sequences of one step with how many tokens each computes.
-
-    Invariant: `budget` is what is left of the step's tokens; sequences with a single new token
-    come first in the plan, so that ranks find all decodes together.
-    """
+    """The sequences of one step with how many tokens each computes. Invariant: `budget` is what is
+    left of the step's tokens; sequences with a single new token come first in the plan, so that
+    ranks find all decodes together."""
 
     budget: int
     new_blocks: list[NewBlocks] = field(default_factory=list)

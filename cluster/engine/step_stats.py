@@ -62,13 +62,11 @@ class StepStats:
         self._enter(self._now[0], Phase.AGREEING)
 
     def agree(self) -> None:
-        """A leader has all votes, and waits for none any more."""
         step, _, voted_at, *_ = self._now
         self._enter(step, Phase.BUILDING)
         self.vote_wait_s += self._now[2] - voted_at
 
     def build(self, step: int, num_tokens: int) -> None:
-        """Inputs of `num_tokens` tokens are built."""
         self._in_flight[step] = num_tokens, self._clock()
         self._enter(step, Phase.BUILDING)
 
@@ -93,8 +91,7 @@ class StepStats:
         self._enter(step, Phase.RUNNING)
 
     def end_step(self, step: int, *, is_seen: bool = True) -> None:
-        """The step has ended, and is booked; unless `is_seen`, nobody looked before, perhaps for
-        hours of sleep."""
+        """Book a step that has ended; not `is_seen`: perhaps hours ago, before the group slept."""
         num_tokens, began = self._in_flight.pop(step)
         now = self._clock()
         # The step before it may have been under way when it began.

@@ -62,8 +62,6 @@ class Heartbeat:
 
 
 class Watchdog:
-    """The owner's judgement of one group under one epoch."""
-
     def __init__(
         self,
         names: Sequence[str],
@@ -86,8 +84,7 @@ class Watchdog:
         self._answered_at[rank] = now
 
     def on_answer(self, rank: int, silent_from: float) -> None:
-        """Take an answer of a rank that cannot say yet what it does; its silence counts from then
-        on."""
+        """Take an answer without a heartbeat; its rank's silence counts from then on."""
         self._answered_at[rank] = max(self._answered_at[rank], silent_from)
 
     def on_tick(self, now: float) -> str | None:
@@ -100,11 +97,9 @@ class Watchdog:
         return None if silent_s[longest] > STALE_AFTER_S else self._stuck(now)
 
     def _stuck(self, now: float) -> str | None:
-        """Name the rank that is furthest behind, once it has been there for too long.
-
-        One that waits, or sleeps, may have done so for hours: what counts then is how long another
-        rank has been in its phase.
-        """
+        """Name the rank that is furthest behind, once it has been there for too long. One that
+        waits, or sleeps, may have done so for hours: what counts then is how long another rank has
+        been in its phase."""
         beats = [beat for beat in self._beats if beat is not None]
         if len(beats) < len(self._names):
             return None
@@ -124,12 +119,10 @@ class Watchdog:
 
 
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
-    """Return how far a rank is: a smaller one is further behind.
-
-    A vote wakes every rank that sleeps: one that does is behind those that have voted for the next
-    step, and ahead of one that plans it. A follower hears nothing of steps without work: it waits
-    for what its leader plans next, which may be ahead of a step that it has received and not begun.
-    """
+    """Return how far a rank is: a smaller one is further behind. A vote wakes every rank that
+    sleeps: one that does is behind those that have voted for the next step, and ahead of one that
+    plans it. A follower hears nothing of steps without work: it waits for what its leader plans
+    next."""
     if beat.is_asleep:
         return beat.step + 1, ASLEEP
     if beat.phase is Phase.WAITING:

@@ -54,7 +54,6 @@ class VocabularyError(ValueError):
 
 
 def of_json_schema(schema: dict[str, Any] | bool) -> str:
-    """Return the grammar of the JSON texts that a schema describes."""
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:
@@ -74,8 +73,7 @@ def of_regex(regex: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """Return the grammar of these texts: one lexeme, since a parser may not hold thousands of
-    alternatives."""
+    """Return the grammar of these texts: one lexeme, since a parser may not hold thousands."""
     texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
 
@@ -99,17 +97,13 @@ def _library_text(make: Any, *args: Any, **kwargs: Any) -> str:
 
 
 class Vocabulary:
-    """A model's tokens as bytes. Immutable; any thread may compile with it.
-
-    The library has one token that stands for the end of a text. Here it is a special token whose
-    bit is moved to those that end a sequence, which a request names.
-    """
+    """A model's tokens as bytes. Immutable; any thread may compile with it. The library has one
+    token that stands for the end of a text. Here it is a special token whose bit is moved to those
+    that end a sequence, which a request names."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int = 0) -> None:
-        """Load a tokenizer.json, for a model of at least `vocab_size` tokens.
-
-        Takes some 5 ms for each thousand tokens, and holds the interpreter's lock meanwhile.
-        """
+        """Load a tokenizer.json, for a model of at least `vocab_size` tokens. Takes some 5 ms for
+        each thousand tokens, and holds the interpreter's lock meanwhile."""
         try:
             text = tokenizer_json.read_text(encoding="utf-8")
             found = json.loads(text)
@@ -143,8 +137,7 @@ class Vocabulary:
         )
 
     def compile(self, text: str) -> CompiledGrammar:
-        """Return a grammar of which a first token is known to exist; else a `GrammarError` says
-        why."""
+        """Return a grammar that has a first token; else a `GrammarError` says why."""
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
@@ -194,7 +187,6 @@ def _has_metaspace(decoder: dict[str, Any] | None) -> bool:
 
 
 def _last_id(vocab: dict[str, int] | list[Any]) -> int:
-    """Return the highest id of a model's own tokens: Unigram lists them, the others name them."""
     return len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
 
 

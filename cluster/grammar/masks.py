@@ -37,8 +37,6 @@ TOO_COSTLY = "its masks take too long to compute"
 
 
 class GrammarMasks:
-    """Compiled grammars and masks of one sampling rank."""
-
     def __init__(
         self,
         vocabulary: Vocabulary | VocabularyError,
@@ -46,11 +44,8 @@ class GrammarMasks:
         num_threads: int,
         wake: Callable[[], None],
     ) -> None:
-        """Start nothing yet.
-
-        `vocabulary` may say why there is none, which is what requests with a grammar end with;
-        `wake` is called by the compiling thread when a result is there.
-        """
+        """Start nothing yet. `vocabulary` may say why there is none, which is what requests with a
+        grammar end with; `wake` is called by the compiling thread when a result is there."""
         self.vocabulary = vocabulary
         self._num_threads = num_threads
         self._wake = wake
@@ -110,7 +105,6 @@ class GrammarMasks:
     # --- for the runner ---
 
     def take(self) -> Masks:
-        """Wait for the masks of `filled_step` and return them."""
         return self._filled.result()
 
     def close(self) -> None:
@@ -142,11 +136,9 @@ class GrammarMasks:
 
 
 class MaskFiller:
-    """Fills masks of many sequences at once, in native threads. Belongs to one thread.
-
-    A native call cannot be ended: rows are filled a few at a time, and once that takes long one by
-    one, which tells whose masks are costly.
-    """
+    """Fills masks of many sequences at once, in native threads. Belongs to one thread. A native
+    call cannot be ended: rows are filled a few at a time, and once that takes long one by one,
+    which tells whose masks are costly."""
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._vocabulary = vocabulary

@@ -1,8 +1,6 @@
-"""A sequence's place in its grammar, and a grammar that is ready.
-
-Nothing here imports the grammar library, so an engine runs without it. A sequence enters no batch
-before its grammar is compiled, and a step's masks are filled from what the scheduler hands over.
-"""
+"""A sequence's place in its grammar, and a grammar that is ready. Nothing here imports the grammar
+library, so an engine runs without it. A sequence enters no batch before its grammar is compiled,
+and a step's masks are filled from what the scheduler hands over."""
 
 from __future__ import annotations
 
@@ -42,17 +40,14 @@ class MaskedRow:
 
 
 class CompiledGrammar:
-    """A grammar that is ready; its matchers share what they learn of it.
-
-    `is_spent`: one of them has spent the grammar's budget, and others would too.
-    """
+    """A grammar that is ready; its matchers share what they learn of it. `is_spent`: one of them
+    has spent the grammar's budget, and others would too."""
 
     def __init__(self, template: LLMatcher) -> None:
         self._template = template
         self.is_spent = False
         self.costly_s = 0.0
-        """What its masks took of a processor beyond `COSTLY_MASK_S` each, of those that were
-        measured one after the other."""
+        """What its masks took of a processor beyond `COSTLY_MASK_S`, where measured one by one."""
         self.is_costly = False
 
     def start(self, end_token_ids: Sequence[int]) -> Matcher:
@@ -64,9 +59,7 @@ class CompiledGrammar:
 
 class Matcher:
     """One sequence's place in its grammar: it follows from the output tokens that it was given.
-
-    `error` is set by the thread that fills masks: no token fits, or the budget is spent.
-    """
+    `error` is set by the thread that fills masks: no token fits, or the budget is spent."""
 
     def __init__(self, grammar: CompiledGrammar, end_token_ids: tuple[int, ...]) -> None:
         self.grammar = grammar

@@ -46,10 +46,7 @@ SILENCE_TIMEOUT_S = 60.0
 
 
 class StepSender:
-    """The leader's side. Everything but `addresses` belongs to the step thread.
-
-    Invariant: `links[i]` leads to tensor-parallel rank i + 1.
-    """
+    """The leader's side, of the step thread. Invariant: `links[i]` leads to rank tp=i + 1."""
 
     def __init__(
         self,
@@ -116,11 +113,9 @@ class StepSender:
         return reports
 
     def check(self) -> None:
-        """Look whether a connection has broken; a `ConnectionError` names the follower.
-
-        ZeroMQ makes a new one and does not tell what was lost with the old. A leader would wait for
-        ever for a lost report, because no step, and so no collective, depends on it.
-        """
+        """Look whether a connection has broken; a `ConnectionError` names the follower. ZeroMQ
+        makes a new one and does not tell what was lost with the old. A leader would wait for ever
+        for a lost report, because no step, and so no collective, depends on it."""
         for tp_rank, link in enumerate(self.links, start=1):
             try:
                 link.send(_STILL_THERE)
@@ -155,7 +150,6 @@ class StepReceiver:
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
 
     def open(self, hello: FollowerHello) -> None:
-        """Greet the leader and check its answer."""
         self._link.greet(hello)
         self._link.await_hello(hello, LeaderHello)
 
@@ -188,10 +182,7 @@ def _name(tp_rank: int) -> str:
 class PeerSockets:
     """One leader's ends towards other leaders. A vote goes to all of them directly, which is one
     hop; a rank that collected votes would make it two. Everything but `addresses` belongs to the
-    step thread.
-
-    Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one.
-    """
+    step thread. Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one."""
 
     def __init__(
         self,
@@ -219,8 +210,7 @@ class PeerSockets:
     def open(
         self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Callable[[str], None]
     ) -> None:
-        """Go to the earlier ranks, which wait at `earlier`, greet all peers and check their
-        answers."""
+        """Go to the earlier ranks, greet all peers and check their answers."""
         going = {
             rank: ConnectLink(self._context, self._credentials, _leader(rank), address)
             for rank, address in enumerate(earlier)

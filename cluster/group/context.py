@@ -25,9 +25,7 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class RankPlace:
     """Which rank of an engine's group this is. Invariant: no two ranks of one epoch share a place.
-
-    `dp_rank` counts all data-parallel ranks, those that do not step together included.
-    """
+    `dp_rank` counts all data-parallel ranks, those that do not step together included."""
 
     dp_rank: int = 0
     tp_rank: int = 0

@@ -63,10 +63,8 @@ class LinkAddress:
 
 
 class ListenLink:
-    """The end that the other rank connects to.
-
-    Invariant: from `await_hello` on, all that is sent and received is the peer's.
-    """
+    """The end that the other rank connects to. Invariant: from `await_hello` on, all that is sent
+    and received is the peer's."""
 
     def __init__(
         self, context: Context, credentials: Credentials, name: str, host: str | None
@@ -86,8 +84,7 @@ class ListenLink:
         self._greeting = b""
 
     def await_hello(self, ours: Hello, kind: type[H]) -> H:
-        """Wait for the hello of the rank, answer it and return it; a `FrameError` if it does not
-        fit or come."""
+        """Answer the hello of the rank and return it; a `FrameError` if it does not fit or come."""
         deadline = time.monotonic() + HELLO_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
             if not self.socket.poll(int(left_s * 1000) + 1):
@@ -131,8 +128,7 @@ class ConnectLink:
     def __init__(
         self, context: Context, credentials: Credentials, name: str, address: LinkAddress
     ) -> None:
-        """Connect to where the rank `name` waits; a `ConnectionError` if that is on its own node
-        alone."""
+        """Connect to the rank `name`; a `ConnectionError` if only its own node can."""
         where = address.ipc if address.node == link_node() else address.tcp
         if not where:
             raise ConnectionError(f"{name}: wanted it on this node, found it on {address.node}")

@@ -72,11 +72,8 @@ class GroupMembership:
         shares_experts: bool = False,
     ) -> GroupMembership:
         """Join those that meet here; a `FrameError` names the field by which the store is another
-        group's.
-
-        `host` is this node's address, `hello` what the first leader's must equal, and `listener`
-        the store's, on the rank that keeps it.
-        """
+        group's. `host` is this node's address, `hello` what the first leader's must equal, and
+        `listener` the store's, on the rank that keeps it."""
         size = len(where.channels) + 1
         # The store listens on the group's address only, and closes the descriptor at its end.
         listen_fd = listener.detach() if listener is not None else None
@@ -96,11 +93,8 @@ class GroupMembership:
         return joined
 
     def all_reduce_min(self, name: str, value: int) -> int:
-        """Return the smallest of all ranks' values; each name can be used once.
-
-        It goes through the store: ranks may come minutes apart. A `TimeoutError` names those that
-        do not.
-        """
+        """Return the smallest of all ranks' values; each name can be used once. It goes through the
+        store: ranks may come minutes apart. A `TimeoutError` names those that do not."""
         store = self._store
         if store is None:
             return value

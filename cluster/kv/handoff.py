@@ -102,12 +102,11 @@ class KVReader(Protocol):
     def start(
         self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
-        """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, if any, then
-        release."""
+        """Copy the blocks at `source_indices` of the handoff, if any, then release it."""
 
     def cancel(self, request_id: str) -> None:
-        """Stop as soon as possible and release the handoff; a started read still comes out of
-        `take_finished`, when it no longer writes."""
+        """Stop as soon as possible and release the handoff, unless it has ended; a started read
+        still comes out of `take_finished`, when it no longer writes."""
 
     def take_finished(self) -> list[ReadEnded]: ...
 
@@ -120,11 +119,9 @@ class _Lease:
 
 
 class KVHolder:
-    """The handoffs of a prefill rank and their leases.
-
-    Invariant: a handoff is held, or ended once and for all; each ended one comes out of
-    `take_ended` exactly once. `clock` must never go back.
-    """
+    """The handoffs of a prefill rank and their leases. Invariant: a handoff is held, or ended once
+    and for all; each ended one comes out of `take_ended` exactly once. `clock` must never go
+    back."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.lease_s = lease_s
@@ -193,7 +190,6 @@ class KVHolder:
         return ended
 
     def next_deadline(self) -> float | None:
-        """Return when the next lease runs out, by the clock."""
         return next((lease.deadline for lease in self._leases.values()), None)
 
     def is_alive(self, handoff_id: int) -> bool:
@@ -218,8 +214,7 @@ Tell = Callable[[KVOrder], None]
 
 
 class GroupHolder:
-    """The handoffs of a prefill group. Each comes out of `take_ended` once, after it has ended
-    everywhere."""
+    """A prefill group's handoffs. Each comes out of `take_ended` once, when ended everywhere."""
 
     def __init__(self, local: HandoffHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
@@ -260,8 +255,7 @@ class GroupHolder:
 
 
 class GroupReader:
-    """The reads of a decode group. Each comes out of `take_finished` once, after its last write
-    anywhere."""
+    """A decode group's reads. Each comes out of `take_finished` once, after its last write."""
 
     def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local

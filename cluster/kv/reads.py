@@ -45,8 +45,7 @@ class ReadTransport(Protocol):
         """Copy blocks of the source into blocks of ours; raises OSError if it is gone."""
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write an answer's bytes into blocks of ours; raises ValueError, first, if they do not
-        fit."""
+        """Write an answer's bytes into blocks of ours; ValueError, first: they do not fit."""
 
     def forget(self, source: KVSource) -> None:
         """Let go of a holder that is taken for dead: its memory, its connection."""
@@ -75,10 +74,7 @@ class _Pull:
 
 
 class KVPulls:
-    """All reads of one rank.
-
-    Invariant: a started read reports exactly once, after its last write.
-    """
+    """All reads of one rank. Invariant: a started one reports once, after its last write."""
 
     def __init__(
         self,
@@ -165,12 +161,9 @@ class KVPulls:
             self._finish(pull)
 
     def on_tick(self) -> None:
-        """Renew the leases that are due and give up on holders that are silent.
-
-        Reads that start together queue behind one another and are answered in order. So a call is
-        lost if it has no answer `ANSWER_TIMEOUT_S` after it was sent and a later one has been
-        answered; without a later answer it waits while its holder is heard from.
-        """
+        """Renew the leases that are due and give up on silent holders. Calls queue and are answered
+        in order: one is lost `ANSWER_TIMEOUT_S` after it was sent if a later one has been answered;
+        without that it waits while its holder is heard from."""
         now = self._clock()
         for pull in list(self._pulls.values()):
             if now >= self._answer_by(pull):
@@ -248,7 +241,6 @@ class KVPulls:
             self._finish(pull)
 
     def _send(self, pull: _Pull, call: KVCall) -> bool:
-        """Send a call; return whether there is somewhere to send it."""
         try:
             self._transport.send(pull.source, call)
         except OSError as error:

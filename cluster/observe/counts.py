@@ -1,8 +1,6 @@
-"""Counters that outlive the processes that count.
-
-A process counts from zero and says how far it has come. `Ledger` adds to its totals what is new
-each time, so a total neither jumps back when a process ends, nor counts twice what one says again.
-"""
+"""Counters that outlive the processes that count. A process counts from zero and says how far it
+has come. `Ledger` adds to its totals what is new each time, so a total neither jumps back when a
+process ends, nor counts twice what one says again."""
 
 from __future__ import annotations
 
@@ -48,25 +46,19 @@ class Histogram:
 
 
 def bound_text(bound: float) -> str:
-    """Return a bucket's upper bound as Prometheus spells it."""
     return INFINITE if bound == float("inf") else repr(float(bound))
 
 
 class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Totals by owner, an engine or the ingresses, of processes that come and go.
-
-    Invariant: no total ever falls.
-    """
+    """Totals by owner of processes that come and go. Invariant: no total ever falls."""
 
     totals: dict[str, Counts] = {}
     last: dict[str, Counts] = {}
 
     def add(self, source: str, owner: str, counts: Mapping[tuple[str, ...], float]) -> bool:
         """Add what a process has counted since it said so last; return whether that is anything.
-
         What it has not counted yet has a total of zero, so that whoever watches it sees it begin.
-        `source` identifies the process: no other one is ever called so.
-        """
+        `source` identifies the process: no other one is ever called so."""
         last = self.last.pop(source, {})
         self.last[source] = dict(counts)
         while len(self.last) > MAX_SOURCES:

@@ -34,8 +34,7 @@ class LoadClock:
         self._clock = clock
         now = clock()
         self._now = (what, 0, 1, now, (0, now), now)
-        """What, done and total of it, when it began, how much was done first and when, and when
-        the last part was done: read whole."""
+        """What, done, total, when it began, the first done and when, the last when: read whole."""
 
     @property
     def what(self) -> str:
@@ -65,7 +64,6 @@ class LoadClock:
 
 
 def keep_what_is_loaded() -> None:
-    """Exclude what a ready process has loaded from garbage collection, which stops all other
-    Python."""
+    """Exclude what is loaded from garbage collection, which stops all other Python."""
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from compile.environment import LOGGERS, apply_log_level
+from compile.environment import LOGGERS, log_level
 
 TEXT, JSON = "text", "json"
 
@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
 
 def configure_logs(log_format: str) -> None:
     """Write what Lockstep's loggers say to standard error; others stay as they are."""
-    handler = logging.StreamHandler()
+    handler, level = logging.StreamHandler(), log_level()
     if log_format == JSON:
         handler.setFormatter(JsonFormatter())
     else:
@@ -41,7 +41,7 @@ def configure_logs(log_format: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-    apply_log_level()
+        logger.setLevel(level)
 
 
 def last_line(error: BaseException) -> str:

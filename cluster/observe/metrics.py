@@ -54,170 +54,140 @@ class Metric:
         return tuple(float(bound) for bound in rounded if bound <= max_model_len) or (1.0,)
 
 
+def _gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, GAUGE, meaning, labels)
+
+
+def _counter(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, COUNTER, meaning, labels)
+
+
+def _histogram(name: str, meaning: str, bounds: tuple[float, ...] = ()) -> Metric:
+    return Metric(name, HISTOGRAM, meaning, bounds=bounds)
+
+
 METRICS = (
     # as in vLLM
-    Metric("num_requests_running", GAUGE, "Sequences that run in the engine."),
-    Metric("num_requests_waiting", GAUGE, "Sequences that wait for a row or for KV."),
-    Metric(
+    _gauge("num_requests_running", "Sequences that run in the engine."),
+    _gauge("num_requests_waiting", "Sequences that wait for a row or for KV."),
+    _gauge(
         "num_requests_waiting_by_reason",
-        GAUGE,
         "The same by what they wait for: `capacity`, or `deferred` while their KV is on its way.",
-        ("reason",),
+        "reason",
     ),
-    Metric("kv_cache_usage_perc", GAUGE, "Share of KV blocks that are in use; 1 is all."),
-    Metric("prefix_cache_queries_total", COUNTER, "Tokens looked up in the prefix cache."),
-    Metric("prefix_cache_hits_total", COUNTER, "Tokens found in the prefix cache."),
-    Metric("num_preemptions_total", COUNTER, "Sequences that gave up their blocks for others."),
-    Metric("prompt_tokens_total", COUNTER, "Prompt tokens of requests that got a first token."),
-    Metric("prompt_tokens_cached_total", COUNTER, "Those of them found in the prefix cache."),
-    Metric("generation_tokens_total", COUNTER, "Tokens that clients were sent."),
-    Metric(
+    _gauge("kv_cache_usage_perc", "Share of KV blocks that are in use; 1 is all."),
+    _counter("prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "Tokens found in the prefix cache."),
+    _counter("num_preemptions_total", "Sequences that gave up their blocks for others."),
+    _counter("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
+    _counter("prompt_tokens_cached_total", "Those of them found in the prefix cache."),
+    _counter("generation_tokens_total", "Tokens that clients were sent."),
+    _counter(
         "request_success_total",
-        COUNTER,
         "Sequences that ended: `stop`, `length`, `abort` (the client left, or time was up) or "
         "`error`.",
-        ("finished_reason",),
+        "finished_reason",
     ),
-    Metric(
-        "iteration_tokens_total",
-        HISTOGRAM,
-        "Tokens of one step of the engine, without padding.",
-        bounds=_STEP_TOKENS,
+    _histogram(
+        "iteration_tokens_total", "Tokens of one step of the engine, without padding.", _STEP_TOKENS
     ),
-    Metric(
+    _histogram(
         "time_to_first_token_seconds",
-        HISTOGRAM,
         "From a request's arrival to a sequence's first token.",
-        bounds=_FIRST_TOKEN_S,
+        _FIRST_TOKEN_S,
     ),
-    Metric(
+    _histogram(
         "inter_token_latency_seconds",
-        HISTOGRAM,
         "Between two tokens of a sequence; those that come together share the time since the one "
         "before.",
-        bounds=_TOKEN_S,
+        _TOKEN_S,
     ),
-    Metric(
+    _histogram(
         "time_per_output_token_seconds",
-        HISTOGRAM,
         "The same as `inter_token_latency_seconds`, by its older name.",
-        bounds=_TOKEN_S,
+        _TOKEN_S,
     ),
-    Metric(
+    _histogram(
         "request_time_per_output_token_seconds",
-        HISTOGRAM,
         "Mean time between a sequence's tokens, if it has two or more.",
-        bounds=_TOKEN_S,
+        _TOKEN_S,
     ),
-    Metric(
+    _histogram(
         "e2e_request_latency_seconds",
-        HISTOGRAM,
         "From a request's arrival to the end of a sequence.",
-        bounds=_REQUEST_S,
+        _REQUEST_S,
     ),
-    Metric(
+    _histogram(
         "request_queue_time_seconds",
-        HISTOGRAM,
         "From a sequence's arrival at its first engine until it got a row.",
-        bounds=_REQUEST_S,
+        _REQUEST_S,
     ),
-    Metric(
-        "request_prefill_time_seconds",
-        HISTOGRAM,
-        "From there to its first token.",
-        bounds=_REQUEST_S,
-    ),
-    Metric(
-        "request_decode_time_seconds",
-        HISTOGRAM,
-        "From its first token to its last.",
-        bounds=_REQUEST_S,
-    ),
-    Metric(
+    _histogram("request_prefill_time_seconds", "From there to its first token.", _REQUEST_S),
+    _histogram("request_decode_time_seconds", "From its first token to its last.", _REQUEST_S),
+    _histogram(
         "request_inference_time_seconds",
-        HISTOGRAM,
         "From the row of its first engine to its last token.",
-        bounds=_REQUEST_S,
+        _REQUEST_S,
     ),
-    Metric("request_prompt_tokens", HISTOGRAM, "Tokens of a prompt."),
-    Metric("request_generation_tokens", HISTOGRAM, "Tokens of a sequence's output."),
-    Metric(
-        "request_max_num_generation_tokens", HISTOGRAM, "Tokens that a sequence might have had."
-    ),
-    Metric("request_params_n", HISTOGRAM, "`n` of a request.", bounds=_CHOICES),
-    Metric("request_params_max_tokens", HISTOGRAM, "`max_tokens` of a request that has it."),
-    Metric(
+    _histogram("request_prompt_tokens", "Tokens of a prompt."),
+    _histogram("request_generation_tokens", "Tokens of a sequence's output."),
+    _histogram("request_max_num_generation_tokens", "Tokens that a sequence might have had."),
+    _histogram("request_params_n", "`n` of a request.", _CHOICES),
+    _histogram("request_params_max_tokens", "`max_tokens` of a request that has it."),
+    _gauge(
         "cache_config_info",
-        GAUGE,
         "Always 1; its labels tell the KV cache of the engine.",
-        (
-            *("block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
-            "num_gpu_blocks",
-        ),
+        *("block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
+        "num_gpu_blocks",
     ),
     # Lockstep's own
-    Metric(
+    _histogram(
         "request_kv_wait_time_seconds",
-        HISTOGRAM,
         "From a sequence's arrival at its decode engine until its KV was there and it had a row.",
-        bounds=_FIRST_TOKEN_S,
+        _FIRST_TOKEN_S,
     ),
-    Metric(
+    _counter(
         "http_responses_total",
-        COUNTER,
         "Answers by route (`other` for what is none) and status.",
-        ("path", "code"),
+        "path",
+        "code",
     ),
-    Metric(
+    _counter(
         "steps_total",
-        COUNTER,
-        "Steps by what was replayed (`none`, `piecewise`, `full`) and what the engine's sequences "
-        "did (`dummy`, `decode`, `mixed`).",
-        ("mode", "kind"),
+        "Steps by what was replayed (`none`, `piecewise`, `full`) and what the engine's sequences"
+        " did (`dummy`, `decode`, `mixed`).",
+        "mode",
+        "kind",
     ),
-    Metric(
+    _counter(
         "graph_replays_total",
-        COUNTER,
         "Steps that replayed graphs, by mode and by tokens, padding included.",
-        ("mode", "size"),
+        "mode",
+        "size",
     ),
-    Metric("scheduled_tokens_total", COUNTER, "Tokens that steps computed, without padding."),
-    Metric("padding_tokens_total", COUNTER, "Tokens of padding that steps computed beside those."),
-    Metric("prompt_tokens_computed_total", COUNTER, "Prompt positions that were computed."),
-    Metric("votes_total", COUNTER, "Votes that the engine's leader cast."),
-    Metric(
-        "dp_wait_seconds_total", COUNTER, "Seconds between its votes and the last ones of others."
-    ),
-    Metric(
+    _counter("scheduled_tokens_total", "Tokens that steps computed, without padding."),
+    _counter("padding_tokens_total", "Tokens of padding that steps computed beside those."),
+    _counter("prompt_tokens_computed_total", "Prompt positions that were computed."),
+    _counter("votes_total", "Votes that the engine's leader cast."),
+    _counter("dp_wait_seconds_total", "Seconds between its votes and the last ones of others."),
+    _counter(
         "compile_cache_misses_total",
-        COUNTER,
         "Why something was compiled although there is a cache: `cold` (nothing was compiled "
         "before), `unreadable` (an artifact), or the part of the key that changed.",
-        ("reason",),
+        "reason",
     ),
-    Metric("compilations_total", COUNTER, "Pieces that were compiled, while serving as well."),
-    Metric("late_compilations_total", COUNTER, "Those of them after the rank was ready."),
-    Metric(
-        "kv_transfer_sent_bytes_total",
-        COUNTER,
-        "Bytes of KV that readers took under a valid lease.",
-    ),
-    Metric(
-        "kv_transfer_received_bytes_total",
-        COUNTER,
-        "Bytes of KV that were read under a valid lease.",
-    ),
-    Metric("kv_transfers_total", COUNTER, "Reads of KV under a valid lease, by all ranks."),
-    Metric("kv_transfer_failures_total", COUNTER, "Reads of KV that failed."),
-    Metric(
-        "kv_transfer_seconds_total", COUNTER, "Seconds that reads of KV under a valid lease took."
-    ),
-    Metric("kv_leases_expired_total", COUNTER, "Handoffs whose reader was not heard of in time."),
-    Metric(
+    _counter("compilations_total", "Pieces that were compiled, while serving as well."),
+    _counter("late_compilations_total", "Those of them after the rank was ready."),
+    _counter("kv_transfer_sent_bytes_total", "Bytes of KV that readers took under a valid lease."),
+    _counter("kv_transfer_received_bytes_total", "Bytes of KV that were read under a valid lease."),
+    _counter("kv_transfers_total", "Reads of KV under a valid lease, by all ranks."),
+    _counter("kv_transfer_failures_total", "Reads of KV that failed."),
+    _counter("kv_transfer_seconds_total", "Seconds that reads of KV under a valid lease took."),
+    _counter("kv_leases_expired_total", "Handoffs whose reader was not heard of in time."),
+    _counter(
         "rank_restarts_total",
-        COUNTER,
         "Ends of rank groups, by the rank that was named (`dp=0 tp=1`).",
-        ("rank",),
+        "rank",
     ),
 )
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
@@ -254,10 +224,8 @@ class MetricsSnapshot:
 
 @dataclass(frozen=True)
 class Sample:
-    """One series of a metric: the values of its labels, and its value.
-
-    Of a histogram `value` is the sum, and `buckets` has for each upper bound how many lie below.
-    """
+    """One series of a metric: the values of its labels, and its value. Of a histogram `value` is
+    the sum, and `buckets` has for each upper bound how many lie below."""
 
     labels: tuple[str, ...]
     value: float
@@ -290,7 +258,7 @@ def samples(
                 found += [Sample((*labels, *own), value) for own, value in values.items()]
             elif metric.kind == HISTOGRAM:
                 bounds = metric.bounds_for(described.max_model_len)
-                found.append(_histogram(labels, values, bounds))
+                found.append(_cumulated(labels, values, bounds))
         yield metric, found
 
 
@@ -313,11 +281,10 @@ def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> 
                 yield Sample((*labels, *(values.get(name, "") for name in metric.labels)), 1)
 
 
-def _histogram(
+def _cumulated(
     labels: tuple[str, ...], values: Mapping[tuple[str, ...], float], bounds: tuple[float, ...]
 ) -> Sample:
-    """Return the sample of a histogram, cumulated; what another deployment counted goes where it
-    fits."""
+    """Return a histogram's sample; what another deployment counted goes where it fits."""
     counted = sorted((float(own[1]), n) for own, n in values.items() if own[0] == BUCKET)
     buckets: list[tuple[str, float]] = []
     below, i = 0.0, 0

@@ -12,8 +12,7 @@ import torch
 ALIGNMENT = 128
 """Bytes: a line of a GPU's cache. Kernels are compiled for addresses that are multiples of 16."""
 MAX_GAP_BYTES = 64 * 1024
-"""What a copy may carry between two buffers: about as long as it takes the host to launch another.
-"""
+"""What a copy may carry between two buffers: about as long as launching another takes."""
 
 
 class Staging:
@@ -63,13 +62,11 @@ class Staging:
             buffer.host = buffer.hosts[self._turn]
 
     def stage(self, start: int, end: int) -> None:
-        """Let the next `upload` copy these bytes."""
         if start < end:
             self._spans.append((start, end))
 
     def upload(self) -> None:
-        """Copy what was staged, and what lies in gaps of it: a buffer holds what was staged for
-        this step alone."""
+        """Copy what was staged, with gaps in it: a buffer holds what this step staged alone."""
         array = self._arrays[self._turn]
         for start, end in joined(self._spans):
             self._on_device[start:end].copy_(array[start:end], non_blocking=True)
@@ -89,11 +86,9 @@ def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class StaticBuffer:
-    """One tensor on the device whose address never changes, and the host arrays that fill it.
-
-    From the staging's `allocate` on, `host` is the array to fill in this step; what it holds of
-    earlier steps is undefined.
-    """
+    """One tensor on the device whose address never changes, and the host arrays that fill it. From
+    the staging's `allocate` on, `host` is the array to fill in this step; what it holds of earlier
+    steps is undefined."""
 
     host: npt.NDArray[Any]
     hosts: list[npt.NDArray[Any]]

@@ -85,11 +85,9 @@ def _shard(rank: int, size: int, kind: str, data: Shard | None = None) -> Shard:
 
 
 class CompileProcess:
-    """A rank's end: starts the process, follows its progress, and ends it.
-
-    Once `has_ended`, `error` says why nothing was compiled, or is empty; `is_final` if every other
-    try would end so.
-    """
+    """A rank's end: starts the process, follows its progress, and ends it. Once `has_ended`,
+    `error` says why nothing was compiled, or is empty; `is_final` if every other try would end
+    so."""
 
     def __init__(self, job: CompileJob, on_end: Callable[[], None]) -> None:
         """`on_end` is called on a thread of its own when compiling has ended."""
@@ -141,7 +139,6 @@ class CompileProcess:
             self._on_end()
 
     def _take(self, line: bytes) -> str:
-        """Note progress; return an error if the line tells one."""
         reported = json.loads(line)
         if "error" in reported:
             self.is_final = bool(reported["is_final"])
@@ -160,10 +157,8 @@ def _end_of(code: int) -> str:
 
 
 class CompileAhead:
-    """What a rank does about its compiled pieces while it serves without them.
-
-    Everything but `progress`, `error` and `close` belongs to the step thread.
-    """
+    """What a rank does about its compiled pieces while it serves without them. Everything but
+    `progress`, `error` and `close` belongs to the step thread."""
 
     def __init__(self, job: CompileJob, forward: StepForward, wake: Callable[[], None]) -> None:
         """`wake` wakes the step thread, and is called on any thread."""
@@ -190,10 +185,8 @@ class CompileAhead:
         return "compiling", self._process.done, self._process.total
 
     def load_slice(self) -> None:
-        """Load the next piece, if there is one. Call it between steps.
-
-        `CannotCompile`: there is nothing to load, and no other start would have it.
-        """
+        """Load the next piece, if there is one. Call it between steps. `CannotCompile`: there is
+        nothing to load, and no other start would have it."""
         if self.error or self._forward.switch.is_loaded:
             return
         is_compiling = not self._process.has_ended

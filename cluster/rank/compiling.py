@@ -1,8 +1,6 @@
 """What a rank's model is compiled with: the scope that it is built in, and its part of the cache's
-key.
-
-What is left out of the key must not change generated code: ranks, ports, paths, sizes of graphs.
-"""
+key. What is left out of the key must not change generated code: ranks, ports, paths, sizes of
+graphs."""
 
 from __future__ import annotations
 
@@ -124,8 +122,7 @@ def one_line(error: BaseException) -> str:
 
 
 def missing_for_triton() -> str:
-    """Return what the machine lacks for Triton, which compiles what launches a kernel as an
-    extension."""
+    """Return what the machine lacks for Triton, which builds extensions to launch kernels."""
     compilers, missing = cc(), []
     if not any(shutil.which(name) for name in compilers):
         missing.append(f"a C compiler, {' or '.join(compilers)} (Debian: gcc)")

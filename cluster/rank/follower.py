@@ -51,10 +51,7 @@ class PlanReceiver(Protocol):
 
 
 class FollowerLoop:
-    """What one follower does from its first step to its last.
-
-    Invariant: every step that its leader sends is executed in order, or `run` raises.
-    """
+    """One follower's steps. Invariant: its leader's are executed in order, or `run` raises."""
 
     def __init__(
         self,
@@ -67,7 +64,6 @@ class FollowerLoop:
         reader: KVReader | None,
         is_overlapped: bool = False,
     ) -> None:
-        """`is_overlapped` as the leader's loop is."""
         self.receiver = receiver
         self.step = 0
         self.is_stopping = False

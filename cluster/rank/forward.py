@@ -56,8 +56,7 @@ from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
 
 NUM_TRACED_TOKENS = 8
-"""Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.
-"""
+"""Tokens that a forward is traced on, at least; tracing takes 0 and 1 for special."""
 NUM_LOADED_TOKENS = 1
 MAX_SCORED_ROWS = 256
 """Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000."""
@@ -83,11 +82,8 @@ class StepOutput(NamedTuple):
 
 
 class StepForward:
-    """The model's forward with its graphs.
-
-    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `switch`, and
-    so `captured`, is equal on all ranks of the group.
-    """
+    """The model's forward with its graphs. Invariant: inputs come from one `StepInputs`, whose
+    addresses graphs rely on; `switch`, and so `captured`, is equal on all ranks of the group."""
 
     def __init__(
         self,
@@ -99,8 +95,7 @@ class StepForward:
         pools: GraphPools,
         token_bytes: int = 0,
     ) -> None:
-        """`model` was built in the scope of `config`; a graph needs `token_bytes` for each of its
-        tokens."""
+        """`model` was built in the scope of `config`; a graph takes `token_bytes` a token."""
         self.config = config
         self._token_bytes = token_bytes
         self._num_asked = 0
@@ -146,11 +141,9 @@ class StepForward:
 
     @torch.inference_mode()
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
-        """Run the model once on padding, which traces and compiles it, or loads what was.
-
-        If the rank serves while it compiles, and not all ranks find what was compiled, the model
-        runs as it is written, and `switch` has stages left.
-        """
+        """Run the model once on padding, which traces and compiles it, or loads what was. If the
+        rank serves while it compiles, and not all ranks find what was compiled, the model runs as
+        it is written, and `switch` has stages left."""
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
         if progress is not None and is_compiled:
@@ -231,12 +224,9 @@ class StepForward:
 
     @torch.inference_mode()
     def run_sizes(self) -> None:
-        """Run on padding what a GPU has kernels of its own for, so that all of them are built.
-
-        Decode steps and prompts of 1, 2, 4, ... and of all: the attention of a few sequences is
-        another kernel than that of many, and the tiles of experts grow with tokens. And each number
-        of tokens that pieces were compiled for. The last one's tokens are sampled by every filter.
-        """
+        """Run on padding what a GPU has kernels of its own for: decode steps and prompts of 1, 2,
+        4, ... and of all, and each number of tokens that pieces were compiled for. The last one's
+        tokens are sampled by every filter."""
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
         prompts = sorted({*_doubling(self._inputs.max_num_batched_tokens), *listed})
@@ -258,12 +248,9 @@ class StepForward:
 
     @torch.inference_mode()
     def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
-        """Run the largest step on padding; return the bytes of a CUDA device that it needs.
-
-        As much of a prompt is scored as exists at once, and every row sampled by every rule and
-        filter. The memory is released again, because trials of graphs may empty the allocator's
-        cache at any time.
-        """
+        """Run the largest step on padding, scored and sampled by every rule and filter; return the
+        bytes of a CUDA device that it needs. They are released: trials of graphs may empty the
+        allocator's cache at any time."""
         device = self._inputs.device
         is_on_cuda = device.type == "cuda"
         if is_on_cuda:
@@ -297,7 +284,6 @@ class StepForward:
             score(logits, logits.argmax(dim=-1), MAX_LOGPROBS)
 
     def _sample_costliest(self, hidden: torch.Tensor) -> None:
-        """Sample rows by every rule and filter. hidden: [B, E]."""
         logits = self._model.compute_logits(hidden)
         if logits is not None:
             num_rows, vocab_size = logits.shape
@@ -362,14 +348,13 @@ class StepForward:
         )
 
     def _cases(self) -> list[CaptureCase]:
-        graphs = graphs_to_capture(self.config, self._inputs.max_num_seqs)
-        return [self._case(mode, key) for mode, key in graphs]
+        return [
+            CaptureCase(mode, key, partial(self._capture_context, key))
+            for mode, key in graphs_to_capture(self.config, self._inputs.max_num_seqs)
+        ]
 
-    def _case(self, mode: CUDAGraphMode, key: BatchDescriptor) -> CaptureCase:
-        def prepare() -> ForwardContext:
-            return self._context(self._padding(key), key.num_seqs or 1, is_dummy_run=True)
-
-        return CaptureCase(mode, key, prepare)
+    def _capture_context(self, key: BatchDescriptor) -> ForwardContext:
+        return self._context(self._padding(key), key.num_seqs or 1, is_dummy_run=True)
 
     def _run_case(self, case: CaptureCase) -> Any:
         batch = self._padding(case.descriptor)
@@ -379,8 +364,7 @@ class StepForward:
         return hidden
 
     def _fits_on_all_ranks(self, key: BatchDescriptor) -> bool:
-        """Wait for all ranks; return whether a graph fits on each: one that a rank must skip is
-        skipped by all."""
+        """Wait for all ranks; return whether a graph fits on each: else all skip it."""
         needed = MARGIN_BYTES + key.num_tokens * self._token_bytes
         if self._score is not None and key.uniform_decode:
             # Logits as the product gives them, which may be float32 too, and in float32.
@@ -433,11 +417,9 @@ class StepForward:
             return StepOutput(hidden, self._score(hidden))
 
     def _run_pieces(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor:
-        """Run a step of replayed pieces, and note how much of its host time they take.
-
-        The rest is spent between them, in prefill by attention. On a GPU a replay takes as long as
-        its launch.
-        """
+        """Run a step of replayed pieces, and note how much of its host time they take. The rest is
+        spent between them, in prefill by attention. On a GPU a replay takes as long as its
+        launch."""
 
         replayed_s = 0.0
 
@@ -496,5 +478,4 @@ class StepForward:
 
 
 def _doubling(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`."""
     return sorted({most, *(2**i for i in range(most.bit_length()))})

@@ -46,11 +46,9 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Yield what each cgroup that this process is in, and each around it, still allows.
-
-    Read from memory controllers of version 2, else 1. Files that were read are released before
-    memory runs out.
-    """
+    """Yield what each cgroup that this process is in, and each around it, still allows. Read from
+    memory controllers of version 2, else 1. Files that were read are released before memory runs
+    out."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -100,8 +100,6 @@ class StaticTable:
 
 
 class StepInputs:
-    """Row state and static buffers of one rank."""
-
     def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         max_blocks_per_seq = config.max_blocks_per_seq
@@ -163,13 +161,10 @@ class StepInputs:
         *,
         is_mixed: bool = False,
     ) -> StepBatch:
-        """Apply the plan to the rows and return its batch, padded to the given sizes.
-
-        A padding token is token 0 at position 0 and writes into the scratch block. A padding
-        sequence has length 0 and no tokens, except in an all-decode batch, where it has one. With
-        `is_mixed`, attention treats every sequence as a chunk: a full graph of a mixed step fixes
-        the number of decodes.
-        """
+        """Apply the plan to the rows and return its batch, padded to the given sizes: padding
+        tokens are token 0 at position 0 and write into the scratch block, padding sequences have
+        length 0 and no tokens, or one where all decode. With `is_mixed` attention treats every
+        sequence as a chunk: a full graph of a mixed step fixes the number of decodes."""
         for staging in self._copied:
             staging.next_step()
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
@@ -217,8 +212,7 @@ class StepInputs:
         self._block_table.spread(num_seqs)
 
     def _stage_pending(self, plan: StepPlan, rows: np.ndarray) -> torch.Tensor | None:
-        """Stage where the tokens belong that the host does not know yet: int64 [P, 2], each one's
-        place and row."""
+        """Stage the places and rows of tokens that the host does not know: int64 [P, 2]."""
         index = np.flatnonzero(self._input_ids.host[: plan.num_decodes] == PENDING)
         if not (num_pending := len(index)):
             return None
@@ -231,7 +225,8 @@ class StepInputs:
         row = admission.row
         self._row_temperature[row] = admission.temperature
         self._row_top_k[row] = admission.top_k
-        self._row_top_p[row] = admission.top_p
+        # A mass that float32 rounds to 0 would keep no token.
+        self._row_top_p[row] = max(admission.top_p, float(np.finfo(np.float32).tiny))
         self._row_min_p[row] = admission.min_p
         self._row_seed[row] = admission.seed
         self._row_num_logprobs[row] = admission.num_logprobs

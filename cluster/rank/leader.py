@@ -321,11 +321,9 @@ class BadSubmit:
 
 
 class Inbox:
-    """Where requests, aborts and watchers arrive. Belongs to the step thread.
-
-    Whatever comes in, nothing here raises: a bad submission that names its sender is answered with
-    an error, any other bad frame dropped with a line in the log.
-    """
+    """Where requests, aborts and watchers arrive. Belongs to the step thread. Whatever comes in,
+    nothing here raises: a bad submission that names its sender is answered with an error, any other
+    bad frame dropped with a line in the log."""
 
     def __init__(
         self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], vocab_size: int

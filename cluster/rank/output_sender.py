@@ -24,8 +24,7 @@ from cluster.wire.sockets import CurveHandshake, connecting_socket, pack
 log = logging.getLogger("lockstep.outputs")
 
 MAX_WAITING_FRAMES = 20_000
-"""For an ingress that does not read: some ten seconds of a fast model's steps; then it is given up.
-"""
+"""For an ingress that does not read, then given up: ten seconds of a fast model's steps."""
 MAX_ADDRESSES = 128
 """An ingress has one; each costs a queue and three of a context's 1,023 sockets."""
 MAX_WATCHERS = 8
@@ -39,10 +38,7 @@ ENTRY_BYTES, CANDIDATE_BYTES = 32, 14
 
 
 class OutputSender:
-    """Sends outputs to the ingresses that asked for them.
-
-    Invariant: a request that is still running has exactly one address here.
-    """
+    """Sends outputs to ingresses. Invariant: a running request has exactly one address here."""
 
     def __init__(
         self, rank: RankContext, sockets: zmq.Context[zmq.Socket[bytes]], inbox: str
@@ -107,7 +103,13 @@ class OutputSender:
     def drop_dead_addresses(self) -> list[str]:
         """Return the requests of ingresses that have been unreachable for a whole lease."""
         now = time.monotonic()
-        self._note_connections(now)
+        for address, monitor in self._monitors.items():
+            while monitor.poll(0):
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._down_since.pop(address, None)
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._down_since.setdefault(address, now)
         lost: list[str] = []
         for address, since in list(self._down_since.items()):
             if now - since > self._rank.config.transfer.lease_s:
@@ -144,7 +146,9 @@ class OutputSender:
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         if len(self._sockets) >= MAX_ADDRESSES + MAX_WATCHERS:
-            self._drop_the_idle()
+            for other in list(self._sockets):
+                if other not in self._num_requests and other not in self._watchers:
+                    self._drop(other)
         socket = connecting_socket(
             self._context, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING_FRAMES
         )
@@ -159,25 +163,11 @@ class OutputSender:
         socket.connect(address)
         return socket
 
-    def _note_connections(self, now: float) -> None:
-        for address, monitor in self._monitors.items():
-            while monitor.poll(0):
-                event = recv_monitor_message(monitor)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._down_since.pop(address, None)
-                elif event == zmq.EVENT_DISCONNECTED:
-                    self._down_since.setdefault(address, now)
-
     def _give_up(self, address: str) -> list[str]:
         log.error("outputs: %s does not read; its requests are aborted", address)
         if address in self._sockets:
             self._drop(address)
         return [request for request, to in self._reply_to.items() if to == address]
-
-    def _drop_the_idle(self) -> None:
-        for address in list(self._sockets):
-            if address not in self._num_requests and address not in self._watchers:
-                self._drop(address)
 
     def _drop(self, address: str) -> None:
         socket = self._sockets.pop(address)

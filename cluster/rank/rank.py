@@ -29,8 +29,7 @@ from model.parallel import Shard
 
 
 class KVConnector:
-    """What a rank holds and reads KV with: from `start` on a server on a prefill rank, a puller on
-    a decode rank."""
+    """What moves a rank's KV, from `start` on: a server on a prefill, a puller on a decode rank."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -111,10 +110,8 @@ class KVConnector:
 
 
 class Rank(ABC):
-    """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
-
-    Any thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers.
-    """
+    """A leader or a follower: its runner, what moves its KV, and what wakes its step thread. Any
+    thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers."""
 
     def __init__(
         self,

@@ -27,8 +27,6 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Counted:
-    """Tokens of a step that count towards penalties."""
-
     places: torch.Tensor
     """int64 [C, 2]: where in the step each lies, and its row."""
     num_output: int
@@ -36,11 +34,8 @@ class Counted:
 
 
 class RowRulesTables:
-    """Logit rules of all rows.
-
-    Invariant: a row without a rule has bias 0, no stop tokens to mask and penalties that change
-    nothing; only rows with penalties have true counts.
-    """
+    """Logit rules of all rows. Invariant: a row without a rule has bias 0, no stop tokens to mask
+    and penalties that change nothing; only rows with penalties have true counts."""
 
     def __init__(self, rows: int, tokens: int, vocab_size: int, staging: Staging) -> None:
         self._shape = (rows, vocab_size)

@@ -63,10 +63,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Executes step plans on one rank.
-
-    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0.
-    """
+    """Executes plans on one rank. Invariant: the pool has `num_blocks` blocks beside block 0."""
 
     def __init__(
         self,
@@ -76,10 +73,8 @@ class ModelRunner:
         storage: Callable[[int], memoryview | None] | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """Load the model, compile it, allocate the KV pool and capture graphs.
-
-        `storage` returns memory of so many bytes for the pool; `wake` wakes the step thread.
-        """
+        """Load the model, compile it, allocate the KV pool and capture graphs. `storage` returns
+        memory of so many bytes for the pool; `wake` wakes the step thread."""
         config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
         self.shard = group.shard
@@ -174,17 +169,12 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> LaunchedStep:
-        """Run the plan's batch; return what `wait` makes the sampled tokens of.
-
-        The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
-        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one if
-        a sequence is sampled. Rank 0 gets the logits and samples; others learn the tokens from the
-        next plan, or by a broadcast if that may be made ahead of them. A step without a sequence of
-        its own is a dummy.
-
-        A CUDA device runs the step after this has returned, unless it scores a prompt. With
-        `overlap` one more step may be launched before this one is waited for.
-        """
+        """Run the plan's batch, or a dummy one; return what `wait` makes the sampled tokens of. The
+        agreement fixes the forward's collectives on all ranks, the plan those that gather logits on
+        its tensor-parallel ranks: one for each piece of scored prompt, and one if a sequence is
+        sampled. Rank 0 samples; others learn the tokens from the next plan, or by a broadcast if
+        that may be made ahead of them. A CUDA device runs the step after this has returned, unless
+        it scores a prompt."""
         if agreed.stage != self.switch.stage:
             self.step_stats.build(agreed.step, 0)
             if confirm is not None:
@@ -230,7 +220,6 @@ class ModelRunner:
         )
 
     def _draw(self, output: StepOutput, batch: StepBatch, plan: StepPlan) -> SamplerOutput | None:
-        """Draw the batch's tokens; ranks that do not sample get them if the loop overlaps."""
         logits, known = self._logits(output, batch, plan)
         sampling, drawn = batch.sampling, None
         if logits is not None:
@@ -250,10 +239,8 @@ class ModelRunner:
     def _logits(
         self, output: StepOutput, batch: StepBatch, plan: StepPlan
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the sampled rows' logits, and their likeliest tokens if a graph found them.
-
-        Which of the two ways it goes follows from agreement and plan: one of them is a collective.
-        """
+        """Return the sampled rows' logits, and their likeliest tokens if a graph found them. Which
+        of the two ways it goes follows from agreement and plan: one of them is a collective."""
         if output.scored is None:
             return self.model.compute_logits(output.hidden[batch.logits_index]), None
         logits, likeliest = output.scored
@@ -276,8 +263,7 @@ class ModelRunner:
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)
 
     def debug(self) -> dict[str, Any]:
-        """Return as plain data what this rank compiled, captured, replayed and agreed on, on any
-        thread."""
+        """Return what was compiled, captured, replayed and agreed on; any thread may ask."""
         forward = self.forward
         return {
             "compilations": counter.num_backend_compilations,
@@ -346,8 +332,7 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
 
 
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> int:
-    """Return how many tokens of padding a rank runs (after ATOM's function of this name, which asks
-    all ranks by an all-reduce)."""
+    """Return how many tokens of padding a rank runs (ATOM's name; it asks by an all-reduce)."""
     return agreed.num_tokens_across_dp[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
 
 

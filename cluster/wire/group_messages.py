@@ -11,16 +11,18 @@ from __future__ import annotations
 from cluster.wire.messages import KVHandoff, KVSource, StepAgreement, StepPlan, Vote, Wire
 
 
-class LeaderHello(Wire, frozen=True, tag=True):
+class _Hello(Wire, frozen=True):
     protocol: int
     config_hash: str
     epoch: int
     nonce: str
 
 
+class LeaderHello(_Hello, frozen=True, tag=True): ...
+
+
 class StepDigest(Wire, frozen=True):
-    """What one rank makes of a step: equal on all ranks, or they must not run it together. Lists
-    are checksums."""
+    """What a rank makes of a step: equal on all that run it together. Lists are checksums."""
 
     previous_step: int
     epoch: int
@@ -97,13 +99,9 @@ KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
 ToFollower = LeaderHello | StepFrame | KVOrder | StillThere | EndOfSteps
 
 
-class FollowerHello(Wire, frozen=True, tag=True):
+class FollowerHello(_Hello, frozen=True, tag=True):
     """Opens the channel on the follower's side, when it is ready to step."""
 
-    protocol: int
-    config_hash: str
-    epoch: int
-    nonce: str
     tp_rank: int
     num_blocks: int
     layout: str
@@ -135,13 +133,9 @@ class PiecesLoaded(Wire, frozen=True, tag=True):
 FollowerReport = HandoffsEnded | ReadEnded | PiecesLoaded
 
 
-class PeerHello(Wire, frozen=True, tag=True):
+class PeerHello(_Hello, frozen=True, tag=True):
     """Opens a connection between two leaders, on both sides, when they are ready to step."""
 
-    protocol: int
-    config_hash: str
-    epoch: int
-    nonce: str
     dp_rank: int
     dp_size: int
     graphs: int

@@ -81,11 +81,9 @@ class FrameError(ValueError):
 
 
 class LogitRules(Wire, frozen=True):
-    """What changes a sequence's logits before temperature.
-
-    Invariant: token ids lie in the vocabulary; `bias_token_ids` and `biases` have equal length;
-    what is allowed leaves a token to draw, also before `min_tokens`.
-    """
+    """What changes a sequence's logits before temperature. Invariant: token ids lie in the
+    vocabulary; `bias_token_ids` and `biases` have equal length; what is allowed leaves a token to
+    draw, also before `min_tokens`."""
 
     presence_penalty: Penalty
     """Subtracted from tokens that the output has; 0 is off."""
@@ -108,10 +106,8 @@ class LogitRules(Wire, frozen=True):
 
 
 class Grammar(Wire, frozen=True):
-    """What a sequence's text must be, compiled by each engine that draws its tokens.
-
-    How far a sequence has got in it follows from its output tokens alone.
-    """
+    """What a sequence's text must be, compiled by each engine that draws its tokens. How far a
+    sequence has got in it follows from its output tokens alone."""
 
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
     end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
@@ -146,11 +142,8 @@ class Sampling(Wire, frozen=True):
 
 
 class GenerateRequest(Wire, frozen=True):
-    """One sequence to generate.
-
-    `output_token_ids` were delivered earlier, by another engine: they are computed again like a
-    prompt, but count as output for limits, draws and usage.
-    """
+    """One sequence to generate. `output_token_ids` were delivered earlier, by another engine: they
+    are computed again like a prompt, but count as output for limits, draws and usage."""
 
     request_id: RequestId
     prompt_token_ids: list[Index]
@@ -185,10 +178,8 @@ class KVSource(Wire, frozen=True):
 
 class KVHandoff(Wire, frozen=True):
     """The KV blocks that a prefill rank holds for one sequence, and a decode rank may read.
-
     Invariant: `block_ids` and `generations` have equal length and cover `num_tokens` tokens; a
-    block whose generation differs at the source has been reused and must not be used.
-    """
+    block whose generation differs at the source has been reused and must not be used."""
 
     handoff_id: Count
     request_id: RequestId
@@ -344,11 +335,9 @@ class EndedFrame(Wire, frozen=True, tag=True):
 
 
 class RowRules(Wire, frozen=True):
-    """Logit rules with what a row must know of its sequence to follow them.
-
-    With penalties a row counts each token that its plans compute. `computed_token_ids` are those
-    that no plan will bring, since their KV was found, read or handed over.
-    """
+    """Logit rules with what a row must know of its sequence to follow them. With penalties a row
+    counts each token that its plans compute. `computed_token_ids` are those that no plan will
+    bring, since their KV was found, read or handed over."""
 
     rules: LogitRules
     stop_token_ids: tuple[int, ...]
@@ -378,11 +367,9 @@ class NewBlocks(Wire, frozen=True):
 
 
 class PromptTargets(Wire, frozen=True):
-    """The prompt tokens whose log-probabilities a step computes for one sequence.
-
-    Token i is scored by the sequence's i-th token in the step, the one before it; at the prompt's
-    end there is one less, since the last one scores the output.
-    """
+    """The prompt tokens whose log-probabilities a step computes for one sequence. Token i is scored
+    by the sequence's i-th token in the step, the one before it; at the prompt's end there is one
+    less, since the last one scores the output."""
 
     index: int
     token_ids: list[int]
@@ -493,10 +480,8 @@ class StepPlan(Wire, frozen=True):
 
 class SampledTokens(Wire, frozen=True):
     """The tokens that a step drew, one per sequence with an output index, in batch order.
-
-    `logprobs` is empty, or aligned with `token_ids` (None if not asked for);
-    `prompt_logprobs` is aligned with the plan's `prompt_targets`.
-    """
+    `logprobs` is empty, or aligned with `token_ids` (None if not asked for); `prompt_logprobs` is
+    aligned with the plan's `prompt_targets`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]

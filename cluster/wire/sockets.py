@@ -121,12 +121,9 @@ def end_context(
     linger: int | None = None,
     timeout_s: float = END_TIMEOUT_S,
 ) -> bool:
-    """End `context`; return whether that was done in time.
-
-    libzmq's own end has no bound: in 4.3.5 it hangs about once in a thousand times when the peer
-    closes its end in the same moment. Sockets that are still open are closed with `linger` in ms,
-    or their own. What does not end in `timeout_s` is left to the end of the process.
-    """
+    """End `context`, closing open sockets with `linger` in ms; return whether that was done in
+    time. libzmq 4.3.5 hangs about once in a thousand times when the peer closes its end in the same
+    moment: what does not end in `timeout_s` is left to the end of the process."""
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True
     )
@@ -168,8 +165,7 @@ def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -
 
 
 class Doorbell:
-    """Any thread rings, one poller wakes: a file descriptor that polls readable until it is
-    cleared."""
+    """Any thread rings, one poller wakes: readable from a ring until it is cleared."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -189,8 +185,7 @@ class Doorbell:
 
 
 class Budget:
-    """What a receive loop may take: a number of frames, and a time that starts with the first of
-    them."""
+    """What a receive loop may take: a number of frames, and a time from the first one on."""
 
     def __init__(
         self, max_frames: int, max_s: float, clock: Callable[[], float] = time.perf_counter
@@ -214,15 +209,12 @@ class Budget:
 
 
 def node_id() -> str:
-    """Return what two processes share exactly when one can open the other's /proc entries.
-
-    The boot id alone is the same in two containers that do not see each other's processes.
-    """
+    """Return what two processes share exactly when one can open the other's /proc entries. The boot
+    id alone is the same in two containers that do not see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def link_node() -> str:
-    """Return what two processes share exactly when Unix sockets, of a network namespace, connect
-    them."""
+    """Return what two processes share exactly when Unix sockets connect them."""
     return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"

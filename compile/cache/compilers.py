@@ -1,7 +1,5 @@
-"""What makes a piece runnable: the interface, and the compiler that changes nothing.
-
-A compiler's `handle` is all that a later process needs. It has no path, so the cache may be moved.
-"""
+"""What makes a piece runnable: the interface, and the compiler that changes nothing. A compiler's
+`handle` is all that a later process needs. It has no path, so the cache may be moved."""
 
 from __future__ import annotations
 
@@ -55,10 +53,8 @@ class CompilerInterface(ABC):
         key: str | None = None,
     ) -> tuple[Runnable, Handle | None]:
         """Compile a piece, whose graph is left as it was; return the runnable, and its handle, None
-        if it is not saved, as nothing is without a key.
-
-        `example_inputs` are the graph's fake tensors and symbols, or tensors of a fixed size.
-        """
+        if it is not saved, as nothing is without a key. `example_inputs` are the graph's fake
+        tensors and symbols, or tensors of a fixed size."""
 
     @abstractmethod
     def load(self, handle: Handle) -> Runnable:

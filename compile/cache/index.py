@@ -102,7 +102,6 @@ class Index:
             return cls()
 
     def write(self, path: Path) -> None:
-        """Write the whole index, the same text for the same content."""
         plans = dict(sorted(self.plans.items()))
         content = {"version": VERSION, "entries": dict(self.places()), "plans": plans}
         write_checked(path, pprint.pformat(content, width=100, sort_dicts=False) + "\n")
@@ -114,8 +113,7 @@ class Index:
 
 
 class CompileCache:
-    """The compiled forward of one rank and prefix. Invariant: all its directories exist and belong
-    to this user alone."""
+    """One rank's compiled forward. Invariant: its directories belong to this user alone."""
 
     def __init__(
         self,
@@ -154,11 +152,9 @@ class CompileCache:
     def open(
         cls, scope: CompileScope, prefix: str, traced_files: Iterable[str] | None = None
     ) -> CompileCache | None:
-        """Return the cache of the forward called `prefix`; None if there is none to use.
-
-        Before tracing `traced_files` is None, and the answer what an earlier start left, if nothing
-        has changed since.
-        """
+        """Return the cache of the forward called `prefix`; None if there is none to use. Before
+        tracing `traced_files` is None, and the answer what an earlier start left, if nothing has
+        changed since."""
         if is_compile_cache_disabled():
             return None
         if not re.fullmatch(r"\w[\w.-]*", prefix):
@@ -214,16 +210,13 @@ class CompileCache:
         try:
             path = LINK + self.store.put(text.encode())
             self._update(lambda index: index.plans.update({self._plan_name: path}))
-            self._write_pointer()
+            make_private(self._pointer.parent)
+            known = [names for names in _read_pointer(self._pointer) if names != list(self.names)]
+            sets = [list(self.names), *known][:MAX_FORWARDS]
+            content = {"version": VERSION, "traced_files": sets}
+            write_atomic(self._pointer, json.dumps(content, indent=1).encode())
         except (OSError, PrivateDirectoryError) as error:
             logger.warning("compile cache: plan is not saved: %s", error)
-
-    def _write_pointer(self) -> None:
-        make_private(self._pointer.parent)
-        known = [names for names in _read_pointer(self._pointer) if names != list(self.names)]
-        sets = [list(self.names), *known][:MAX_FORWARDS]
-        content = {"version": VERSION, "traced_files": sets}
-        write_atomic(self._pointer, json.dumps(content, indent=1).encode())
 
     def find(self, key: str, compiler: str) -> str | None:
         """Return the artifact of a piece that this rank or, if it shares, another one compiled."""
@@ -280,7 +273,6 @@ class CompileCache:
 
 
 def root_directory(config: CompilationConfig) -> Path:
-    """Return the directory of all compiled forwards."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()
     return cache_root() / "compile"
@@ -334,5 +326,4 @@ def _read_pointer(path: Path) -> list[list[str]]:
 
 
 def entry_key(graph_key: str, shape: Shape) -> str:
-    """Return the key of a piece that is compiled for `shape`."""
     return hashlib.sha256(f"{graph_key}\0{shape_text(shape)}".encode()).hexdigest()[:32]

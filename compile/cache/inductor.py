@@ -72,18 +72,14 @@ class NotSaveableError(RuntimeError):
 
 
 class _Source(NamedTuple):
-    """What is compiled, and how."""
-
     graph: fx.GraphModule
     inputs: Sequence[Any]
     options: Mapping[str, Any]
 
 
 class InductorAdaptor(CompilerInterface):
-    """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
-
-    Invariant: no guard on sizes is evaluated: what was compiled for a range is called for it alone.
-    """
+    """Compiles with `compile_fx` and takes the artifact from the caches that it filled. Invariant:
+    no guard on sizes is evaluated: what was compiled for a range is called for it alone."""
 
     name = "inductor"
 
@@ -145,10 +141,7 @@ class InductorAdaptor(CompilerInterface):
             return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
 
     def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
-        """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved.
-
-        Raises NotSaveableError if it cannot be.
-        """
+        """Return a piece, as a `CompiledArtifact` if it is to be saved, or NotSaveableError."""
         from torch._inductor import compile_fx
         from torch._inductor.standalone_compile import CacheCompiledArtifact
 
@@ -209,18 +202,14 @@ def make_compiler(config: CompilationConfig) -> CompilerInterface:
     name = compiler_name(config)
     if name == "eager":
         return EagerAdaptor()
-    _check_options(config)
-    return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
-
-
-def _check_options(config: CompilationConfig) -> None:
     # torch lists what its module of options imports from typing, too.
-    known = [name for name in torch._inductor.list_options() if not name.isupper()]
-    for name in config.inductor_compile_config:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 3) or [EXAMPLE_OPTION]
+    known = [option for option in torch._inductor.list_options() if not option.isupper()]
+    for option in config.inductor_compile_config:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, 3) or [EXAMPLE_OPTION]
             wanted = f"an option of torch._inductor, such as {', '.join(close)}"
-            raise FieldError("compilation.inductor_compile_config", wanted, name)
+            raise FieldError("compilation.inductor_compile_config", wanted, option)
+    return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
 
 
 def _saved(artifact: Any) -> bytes:
@@ -243,22 +232,15 @@ Generated = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass
 class _Call:
-    """A call of generated code."""
-
     code: Generated
     inputs: list[Any]
     outputs: Sequence[Any]
 
 
 class DirectCall:
-    """A compiled piece that is called without torch's layers around it.
-
-    An artifact's call passes five Python functions of torch before it reaches the code that
-    Inductor generated: 12 us a piece on a CPU, 7 % of a decode step of the bundled model. They are
-    left out if the first call shows that they pass everything through.
-
-    Invariant: equal arguments give what `compiled` gives, whichever way is taken.
-    """
+    """A compiled piece without torch's layers around it: five Python functions before the generated
+    code, 12 us a piece on a CPU, 7 % of a decode step of the bundled model. They are left out if
+    the first call shows that they pass everything through, so either way gives the same."""
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self.compiled = compiled
@@ -267,7 +249,6 @@ class DirectCall:
 
     @boundary
     def __call__(self, *args: Any) -> Any:
-        """Run the piece; return its outputs, a tuple or a list."""
         if (
             self._code is not None
             and torch.is_inference_mode_enabled()
@@ -285,7 +266,6 @@ class DirectCall:
 
 
 def _is_same(args: tuple[Any, ...], outputs: Any, call: _Call) -> bool:
-    """Return whether generated code got what the piece got, and returned what it returned."""
     return (
         isinstance(outputs, tuple | list)
         and len(args) == len(call.inputs)

@@ -162,8 +162,7 @@ def _rebind(kernel: Any, directory: Path) -> None:
 
 @contextmanager
 def _remembered_probes(path: Path) -> Iterator[None]:
-    """Answer from `path` what was probed before, once in a process for all directories; the cache's
-    key names processor and compiler."""
+    """Answer from `path` what was probed before: processor and compiler are in the key."""
     known = _read_probes(path)
     _answers.update(known)
 

@@ -1,8 +1,6 @@
-"""The key of compiled code: a list of named facts, each of which decides what is generated.
-
-A fact that is left out makes two different programs share code; one too many (a port, a rank, a
-path, the sizes that are captured) makes every start a cold one.
-"""
+"""The key of compiled code: a list of named facts, each of which decides what is generated. A fact
+that is left out makes two different programs share code; one too many (a port, a rank, a path, the
+sizes that are captured) makes every start a cold one."""
 
 from __future__ import annotations
 
@@ -91,8 +89,7 @@ OWN_SOURCES = sources_hash(Path(__file__).parents[1])
 
 
 def traced_names(paths: Iterable[str]) -> list[str]:
-    """Return names of traced files, as far as they can be read, that hold on another machine too:
-    modules, else paths."""
+    """Return names of readable traced files that hold elsewhere too: modules, else paths."""
     modules: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
         if (path := getattr(module, "__file__", None)) and name not in MAIN_MODULES:

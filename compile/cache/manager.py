@@ -68,8 +68,7 @@ class CompilerManager:
         *,
         compiler: CompilerInterface | None = None,
     ) -> None:
-        """Take over a cache, None to read and write nothing; `compiler` in place of the configured
-        one."""
+        """Take over a cache, or none; `compiler` in place of the configured one."""
         self._progress = scope.progress
         self.compiler = make_compiler(scope.config) if compiler is None else compiler
         self.misses: list[str] = list(cache.misses) if cache is not None else []
@@ -104,11 +103,9 @@ class CompilerManager:
         num_graphs: int,
         key: str,
     ) -> Runnable:
-        """Return what runs a piece for a shape: an equal one, a stored one or a new one.
-
-        `index` is the place of the piece among `num_graphs`; `key` names what the graph computes on
-        symbolic inputs, and by it `load` finds the piece for any shape.
-        """
+        """Return what runs a piece for a shape: an equal one, a stored one or a new one. `index` is
+        the place of the piece among `num_graphs`; `key` names what the graph computes on symbolic
+        inputs, and by it `load` finds the piece for any shape."""
         piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key in self._runnables:
             logger.debug("%s is one that this process has: key %s", piece, piece.key)

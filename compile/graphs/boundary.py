@@ -63,7 +63,6 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return every tensor in `value`, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

@@ -67,7 +67,6 @@ def capture_window() -> Iterator[None]:
 
 
 def is_in_capture_window() -> bool:
-    """Return whether wrappers on this thread capture."""
     return _thread.num_windows > 0
 
 
@@ -177,14 +176,9 @@ def capture_all(
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaptureReport:
-    """Capture every case, the same on all ranks, largest first, and report.
-
-    Args:
-        warmups: eager runs before a capture, by mode.
-        synchronize: waits for the device after each graph.
-        fits_on_all_ranks: waits for the other ranks before each graph; whether it fits on all.
-        progress: called with (graphs done, graphs in all), on rank 0 alone.
-    """
+    """Capture every case, the same on all ranks, largest first, and report. `synchronize` waits for
+    the device after each graph, `fits_on_all_ranks` before it for the other ranks; `progress` is
+    called on rank 0 alone."""
     started, num_bytes = clock(), pools.num_bytes
     ordered = sorted(cases, key=lambda case: _order((case.mode, case.descriptor)))
     captured, skipped = [], []
@@ -211,7 +205,6 @@ def capture_all(
 
 
 def joined(reports: Sequence[CaptureReport]) -> CaptureReport:
-    """Return what several windows captured as one report."""
     return CaptureReport(
         sum(report.elapsed_s for report in reports),
         _ascending([graph for report in reports for graph in report.captured]),
@@ -229,10 +222,8 @@ def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Collect now and not inside: a finalizer there may undo a capture.
-
-    What exists now is set aside; otherwise each collection inside would take 100 ms.
-    """
+    """Collect now and not inside: a finalizer there may undo a capture. What exists now is set
+    aside; otherwise each collection inside would take 100 ms."""
     was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.disable()
@@ -255,10 +246,8 @@ def _capture(
     *,
     is_first: bool,
 ) -> None:
-    """Run a case eagerly, then once as the step that it is captured for.
-
-    What the warm-ups of a mode's first and largest case took is released before it fills the pool.
-    """
+    """Run a case eagerly, then once as the step that it is captured for. What the warm-ups of a
+    mode's first and largest case took is released before it fills the pool."""
     context = case.prepare()
     eager = replace(context, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
     captured = replace(context, cudagraph_runtime_mode=case.mode, batch_descriptor=case.descriptor)
@@ -281,10 +270,8 @@ MIN_GRAPH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CaptureTrial:
-    """What the largest graphs of a mode took when they were captured for trial.
-
-    Invariant: `sizes` are the token counts of all graphs of the mode, descending.
-    """
+    """What the largest graphs of a mode took when they were captured for trial. Invariant: `sizes`
+    are the token counts of all graphs of the mode, descending."""
 
     sizes: tuple[int, ...]
     first_bytes: int
@@ -300,10 +287,8 @@ def capture_trials(
     synchronize: Callable[[], None],
     used_bytes: Callable[[], int],
 ) -> list[CaptureTrial]:
-    """Capture the two largest graphs of each mode, measure them, and forget them.
-
-    `cases`: the same on all ranks, those of a mode side by side, largest first.
-    """
+    """Capture the two largest graphs of each mode, measure them, and forget them. `cases`: those of
+    a mode side by side, largest first."""
     trials = []
     for _, same_mode in groupby(cases, key=lambda case: case.mode):
         graphs, grown, before = list(same_mode), [0, 0], used_bytes()
@@ -317,11 +302,9 @@ def capture_trials(
 
 
 def estimate_graph_bytes(trials: Iterable[CaptureTrial], *, policy: PoolPolicy = "shared") -> int:
-    """Return the memory to reserve for graphs before the rest goes to the KV cache.
-
-    In a shared pool the largest graph of any mode pays for tensors, and each further one for
-    itself alone, which the second one shows (vLLM). Separate pools grow with each size.
-    """
+    """Return the memory to reserve for graphs before the rest goes to the KV cache. In a shared
+    pool the largest graph of any mode pays for tensors, and each further one for itself alone,
+    which the second one shows (vLLM). Separate pools grow with each size."""
     held = [trial for trial in trials if trial.sizes]
     further = sum((len(t.sizes) - 1) * max(t.second_bytes, MIN_GRAPH_BYTES) for t in held)
     if policy == "shared":

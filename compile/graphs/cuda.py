@@ -18,14 +18,11 @@ T = TypeVar("T")
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all pools of a device capture on: for each, cuBLAS keeps a workspace
-    (32 MiB on Hopper)."""
+    """Return the stream all pools capture on: for each, cuBLAS keeps 32 MiB (Hopper)."""
     return torch.cuda.Stream(device)
 
 
 class CudaGraphPool:
-    """A private pool of torch's allocator."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle: Any = torch.cuda.graph_pool_handle()

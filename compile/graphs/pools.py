@@ -40,9 +40,7 @@ class GraphPool(Protocol):
 
     def release_cache(self) -> None:
         """Give the device what its allocator keeps and nothing uses, which a capture cannot take.
-
-        Allocating it anew waits for the device, so this is not for every graph.
-        """
+        Allocating it anew waits for the device, so this is not for every graph."""
 
     def weak_ref(self, value: Any) -> Any:
         """Return `value` with aliases for its tensors, which keep no memory in use."""
@@ -66,8 +64,7 @@ def new_step_graph(pool: GraphPool) -> StepGraph:
 
 
 class GraphPools:
-    """The pools of a process: one for all graphs, as large as the largest, or one for each padded
-    number of tokens."""
+    """A process's pools: one for all graphs, or one for each padded number of tokens."""
 
     def __init__(self, new_pool: Callable[[], GraphPool], *, policy: PoolPolicy = "shared") -> None:
         self._new_pool = new_pool
@@ -77,7 +74,6 @@ class GraphPools:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all of them have reserved."""
         return sum(pool.num_bytes for pool in self._pools.values())
 
     def of(self, descriptor: BatchDescriptor) -> GraphPool:

@@ -38,11 +38,9 @@ class _Entry:
 
 
 class CUDAGraphWrapper:
-    """Captures and replays a runnable, once per key: the forward context's batch descriptor.
-
-    The caller puts inputs where they were at the capture, and reads an output before another graph
-    of the pool runs.
-    """
+    """Captures and replays a runnable, once per key: the forward context's batch descriptor. The
+    caller puts inputs where they were at the capture, and reads an output before another graph of
+    the pool runs."""
 
     def __init__(
         self,
@@ -52,10 +50,8 @@ class CUDAGraphWrapper:
         *,
         trims_pool: bool = True,
     ) -> None:
-        """Wrap `runnable`, to be captured and replayed in steps of `mode`: PIECEWISE or FULL.
-
-        With `trims_pool` garbage is collected before a capture, which takes longer than that.
-        """
+        """Wrap `runnable`, to be captured and replayed in steps of `mode`: PIECEWISE or FULL. With
+        `trims_pool` garbage is collected before a capture, which takes longer than that."""
         assert mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL), mode
         self.runnable = runnable
         self.mode = mode
@@ -73,10 +69,7 @@ class CUDAGraphWrapper:
         self._entries.clear()
 
     def __call__(self, *args: Any) -> Any:
-        """Capture, replay or call, depending on the forward context.
-
-        Raises ReplayError if a tensor lies elsewhere than when the graph was captured.
-        """
+        """Capture, replay or call; ReplayError: a tensor lies elsewhere than at the capture."""
         context = get_forward_context()
         if context.cudagraph_runtime_mode is not self.mode:
             return self.runnable(*args)
@@ -133,9 +126,7 @@ def wrap_forward(
 
 class StableOutputs:
     """Calls an op between captured pieces and copies what it returns to where the next reads it.
-
-    Invariant: a key's slots are made while graphs are captured and live as long as this object.
-    """
+    Invariant: a key's slots are made while graphs are captured and live as long as this object."""
 
     def __init__(self, runnable: Callable[..., Any]) -> None:
         self.runnable = runnable

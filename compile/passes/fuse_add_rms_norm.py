@@ -1,9 +1,6 @@
 """Fuse a residual's addition and the RMSNorm behind it, in torch functions or as an op, into one op
-`fused_add_rms_norm`, which returns the norm of the sum, and the sum.
-
-It is registered here with torch functions, so a rewritten graph also runs without a kernel.
-Shapes: E hidden size.
-"""
+`fused_add_rms_norm`, which returns the norm of the sum, and the sum. It is registered here with
+torch functions, so a rewritten graph also runs without a kernel. Shapes: E hidden size."""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ def _can_replace(match: Match) -> bool:
 
 
 def _can_move(match: Match) -> bool:
-    """Return whether the norm can be computed where the sum is."""
     node = match["sum"].next
     while node is not match["norm"]:
         if node is match["weight"] or graph_pass.writes(node):

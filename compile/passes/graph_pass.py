@@ -56,11 +56,9 @@ _KINDS = {target: kind for kind, targets in _SPELLINGS.items() for target in tar
 
 
 class Operation(NamedTuple):
-    """What a node computes, however a graph spells it.
-
-    `kind` is "add", "mul", "square", "rsqrt", "cast" (to another dtype), "row_mean" (over the last
-    dimension, which stays), the qualified name of any other op, or empty.
-    """
+    """What a node computes, however a graph spells it. `kind` is "add", "mul", "square", "rsqrt",
+    "cast" (to another dtype), "row_mean" (over the last dimension, which stays), the qualified name
+    of any other op, or empty."""
 
     kind: str
     args: tuple[Any, ...]
@@ -178,7 +176,6 @@ Match = dict[str, Any]
 
 
 def find(pattern: Pattern, node: Node) -> Iterator[Match]:
-    """Yield every way in which `pattern` ends in `node`."""
     yield from _match(pattern, node, {"": ()})
 
 

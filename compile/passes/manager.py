@@ -19,8 +19,6 @@ PASSES: dict[str, Callable[[], GraphPass]] = {FuseAddRMSNorm.name: FuseAddRMSNor
 
 
 class PassManager:
-    """Runs passes in order and counts their matches."""
-
     def __init__(self, passes: Sequence[GraphPass]) -> None:
         self.passes = tuple(passes)
 

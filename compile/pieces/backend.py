@@ -84,8 +84,7 @@ def splitting_ops(config: CompilationConfig) -> tuple[str, ...]:
 
 
 class PiecewiseCompiler:
-    """Compiles one graph of one module, once. Invariant: afterwards `split_gm` runs the compiled
-    pieces by its stitching graph."""
+    """Compiles one graph, once. Invariant: afterwards `split_gm` runs the compiled pieces."""
 
     def __init__(self, scope: CompileScope, prefix: str, traced_files: Sequence[str] = ()) -> None:
         """Prepare to compile the forward called `prefix`, traced from these files."""
@@ -102,10 +101,8 @@ class PiecewiseCompiler:
         self.split_s = 0.0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Runnable:
-        """Compile; return what runs the pieces by the stitching graph.
-
-        Raises GraphBreakError if the graph reads values or the number of tokens is a constant.
-        """
+        """Compile; return what runs the pieces by the stitching graph. Raises GraphBreakError if
+        the graph reads values or the number of tokens is a constant."""
         assert self.manager is None, (
             "PiecewiseCompiler: wanted one graph for each module, found two"
         )
@@ -122,7 +119,8 @@ class PiecewiseCompiler:
         self.split_gm, self.items = split_graph(graph, splitting_ops(self.scope.config))
         self.split_s = time.perf_counter() - started
         self._check()
-        PiecewiseCompileInterpreter(self).compile_all()
+        inputs = map(example_value, placeholders(self.split_gm))
+        PiecewiseCompileInterpreter(self).run(*inputs)
         if not is_symbolic(self.symbol):
             wanted = "pieces for any number of tokens"
             found = f"that their compiler fixed it at {self.symbol}"
@@ -254,10 +252,6 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         compiled = [item.name for item in compiler.items if not item.is_splitting]
         self._indices = {name: index for index, name in enumerate(compiled)}
 
-    def compile_all(self) -> None:
-        """Compile every piece that is not a splitting one."""
-        self.run(*map(example_value, placeholders(self._compiler.split_gm)))
-
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Decompositions of symbolic shapes are written in Python.
         with _fake_mode(args), enable_python_dispatcher():
@@ -267,8 +261,7 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         return outputs
 
     def _compile(self, item: SplitItem, example_inputs: list[Any]) -> None:
-        """Compile one piece, wrap it, and put it in the place of its graph: `__dict__` wins over
-        the registered submodule."""
+        """Compile a piece in place of its graph: `__dict__` wins over the submodule."""
         compiler, index = self._compiler, self._indices[item.name]
         backend = PiecewiseBackend(
             index=index,

@@ -90,10 +90,8 @@ def support_torch_compile(
     cls: type[Module] | None = None, *, dynamic_arg_dims: Mapping[str, Dims] | None = None
 ) -> Any:
     """Make a module class compile its forward as configured by the scope that it is built in.
-
     `dynamic_arg_dims` has for each argument its dimensions of tokens, counted from the end if
-    negative; by default the first of every argument annotated as a tensor.
-    """
+    negative; by default the first of every argument annotated as a tensor."""
     if cls is None:
         return lambda decorated: support_torch_compile(decorated, dynamic_arg_dims=dynamic_arg_dims)
     if issubclass(cls, CompiledForward):
@@ -134,7 +132,6 @@ def dynamic_dims(
 
 
 def _is_tensor(hint: Any) -> bool:
-    """Accept `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
         return rest == [torch.Tensor]
@@ -331,8 +328,7 @@ class TracedForward:
 def _arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor | None]:
-    """Return the arguments of a forward by name, in order; ForwardError: one is no tensor, and
-    would be taken for a constant."""
+    """Return a forward's arguments by name, in order; ForwardError: one is no tensor."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     given = dict(list(bound.arguments.items())[1:])

@@ -1,8 +1,6 @@
 """Say why a forward is not one graph, or not one for all sizes, where, and what to write instead.
-
 Reading a value of a tensor is refused here even if torch can trace it, because each read waits for
-the device, in the middle of what is to be captured.
-"""
+the device, in the middle of what is to be captured."""
 
 from __future__ import annotations
 
@@ -130,7 +128,6 @@ def _unknown(message: str) -> Cause:
 
 
 def _frames(text: str) -> list[FrameSummary]:
-    """Read the frames of a stack that is part of a text."""
     found = re.findall(r'File "(.+)", line (\d+), in (.+)', text)
     return [FrameSummary(file, int(line), name) for file, line, name in found]
 
@@ -151,8 +148,7 @@ def _source(frame: FrameSummary) -> str:
 
 
 def check_stays_on_device(graph: fx.GraphModule) -> None:
-    """Raise GraphBreakError if a graph reads values of tensors or has shapes that depend on them,
-    with file and line of the first one."""
+    """Raise GraphBreakError at the first line that reads values, or shapes that depend on them."""
     for node in graph.graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         name = str(name).split(".")[0]
@@ -275,7 +271,6 @@ def recompile_hazards(function: Callable[..., Any]) -> list[str]:
 
 
 def _hazard(node: ast.AST) -> tuple[str, str] | None:
-    """Return the pattern that a node is an instance of, and what to write instead."""
     match node:
         case ast.Call(func=ast.Attribute(attr="bit_length")):
             return "bit_length()", "next_pow2 of compile.pieces.shapes"

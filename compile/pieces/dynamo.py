@@ -82,12 +82,9 @@ def trace_once(
     new_compiler: Callable[[list[str]], PiecewiseCompiler],
     config: CompilationConfig,
 ) -> Trace:
-    """Trace `forward` with these arguments, whose dimensions `dims` stay symbolic, and compile it.
-
-    `new_compiler` gets the files, which are known when the graph is. Raises GraphBreakError if the
-    forward is not one graph, TraceError if it returns what its graph does not compute, or changes
-    Python state while graphs are on.
-    """
+    """Trace `forward`, whose dimensions `dims` stay symbolic, and compile it by what `new_compiler`
+    makes for its files. GraphBreakError: it is not one graph; TraceError: it returns what its graph
+    does not compute, or changes Python state while graphs are on."""
     started, mode = time.perf_counter(), config.dynamic_shapes
     with _lock, _settings(mode):
         marked = {

@@ -69,8 +69,7 @@ class PiecewiseBackend:
         example_inputs: Sequence[Any] = (),
         compiled_runnables: Mapping[Shape, Runnable] | None = None,
     ) -> None:
-        """Compile `graph` for all shapes, or take what was compiled before, one for any number of
-        tokens included."""
+        """Compile `graph` for all shapes, the general one included, or load them."""
         self.index = index
         self.key = key
         self.shapes = shapes
@@ -155,7 +154,6 @@ def find_tokens(example_inputs: Sequence[Any], symbol: Any) -> TokenSource | Non
 
 
 def sized(example_inputs: Sequence[Any], tokens: TokenSource | None, count: int) -> list[Any]:
-    """Return fake inputs with `count` tokens in place of the symbol."""
     if tokens is None:
         raise ValueError(f"compile_sizes: wanted a piece with a token dimension, found {count}")
     carrier = example_inputs[tokens.argument]

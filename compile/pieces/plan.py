@@ -49,8 +49,7 @@ class PiecePlan:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the module: its name in the source, its path, and the layout that pieces were
-    compiled for and do not check."""
+    """A tensor of the module: name in the source, path, and layout, which pieces do not check."""
 
     name: str
     path: str
@@ -59,8 +58,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on the number of tokens that tracing assumed, as Python over `num_tokens`, and
-    the line that needed it."""
+    """A condition that tracing assumed, over `num_tokens`, and the line that needed it."""
 
     expression: str
     where: str
@@ -79,11 +77,9 @@ def check_guards(guards: Sequence[Guard], num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How a forward runs without being traced.
-
-    Invariant: `source` takes the names of `pieces`, `ops` and `weights` and returns a function of
-    the tensors called `arguments`, in that order. `absent` were None when the forward was traced.
-    """
+    """How a forward runs without being traced. Invariant: `source` takes the names of `pieces`,
+    `ops` and `weights` and returns a function of the tensors called `arguments`, in that order.
+    `absent` were None when the forward was traced."""
 
     forward: str
     """Which function this is a plan of."""
@@ -123,12 +119,9 @@ class ForwardPlan:
 def bind(
     scope: CompileScope, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]
 ) -> Runnable:
-    """Return the planned forward of `module` as a function of the plan's arguments.
-
-    Weights are looked up here and never again: assigning a new tensor to an attribute later is
-    not seen, writing into the tensor is. Raises PlanError if the module lacks a tensor or it is
-    laid out differently, and StitchError if an op is not registered.
-    """
+    """Return the planned forward of `module` as a function of the plan's arguments. Weights are
+    looked up now: a tensor that is assigned later is not seen. PlanError: a tensor is missing or
+    laid out differently; StitchError: an op is not registered."""
     config = scope.config
     has_graphs = config.graph_mode.requires_piecewise_compilation()
     values: dict[str, Any] = {piece.name: pieces[piece.name] for piece in plan.pieces}
@@ -180,10 +173,8 @@ def sources_of(
     dims: Mapping[str, tuple[int, ...]],
 ) -> list[BoundInput]:
     """Return for each input of a graph where later calls find it, by the identity of the object.
-
     `inputs` has what Dynamo's code passed to the graph, `dims` the dimensions of tokens of the
-    arguments in `given`.
-    """
+    arguments in `given`."""
     arguments = {id(value): name for name, value in given.items()}
     weights = {id(tensor): path for path, tensor in _tensors(module)}
     tokens = next((name, of_tokens[0]) for name, of_tokens in dims.items() if of_tokens)

@@ -1,8 +1,6 @@
 """Split a traced forward at its splitting ops, which run eagerly, and name equal pieces equally.
-
 Every piece returns a tuple, because a freshly compiled piece and one that was loaded disagree about
-bare outputs.
-"""
+bare outputs."""
 
 from __future__ import annotations
 
@@ -52,11 +50,9 @@ def split_graph(
     graph: fx.GraphModule, splitting_ops: Sequence[str]
 ) -> tuple[fx.GraphModule, list[SplitItem]]:
     """Cut `graph` before and after each run of splitting ops; return the root, and its pieces by
-    ascending index. FieldError: a name of `splitting_ops` is no registered op.
-
-    Neither tuples nor a `torch.Size` pass between pieces. Memory reserved between two splitting ops
-    is reserved by the compiled piece before them.
-    """
+    ascending index. Neither tuples nor a `torch.Size` pass between pieces; memory reserved between
+    two splitting ops is reserved by the compiled piece before them. FieldError: a name is no
+    registered op."""
     names = look_up_ops(splitting_ops)
     _spell_sizes_out(graph)
     parts, eager = _partition(graph.graph, names)

@@ -97,11 +97,9 @@ def generate_execution_code(
     inputs: Sequence[BoundInput],
     returns: Structure,
 ) -> StitchCode:
-    """Write the stitching function of a split graph, with these arguments as parameters.
-
-    `inputs` say how each input of the graph is obtained. Raises StitchError if a splitting op takes
-    a constant that has no literal form.
-    """
+    """Write the stitching function of a split graph, with these arguments as parameters. `inputs`
+    say how each input of the graph is obtained. Raises StitchError if a splitting op takes a
+    constant that has no literal form."""
     return _Writer(root, items).write(arguments, inputs, returns)
 
 
@@ -305,9 +303,7 @@ def make_copy_and_call(
     call: Callable[..., Any], dims: Sequence[tuple[int, ...]], max_num_tokens: int | None
 ) -> Callable[..., Any]:
     """Return `call` behind a layer that gives arguments with dimensions of tokens fixed addresses.
-
-    Buffers hold `max_num_tokens`, or as many as the first call has; CopyError for more.
-    """
+    Buffers hold `max_num_tokens`, or as many as the first call has; CopyError for more."""
     buffers: dict[int, torch.Tensor] = {}
 
     def static(i: int, value: torch.Tensor) -> torch.Tensor:

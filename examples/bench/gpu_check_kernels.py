@@ -170,15 +170,26 @@ def part_ragged(at: Setting) -> Iterator[Row]:
     most = at.pick(8192, 400)
     lengths = [1, most, 2, 0, 33, most // 3, 1, 15, 16, 17, most // 50, 1, most // 9, 3]
     queries = [1, most // 4, 2, 0, 33, most // 3, 1, 1, 16, 5, most // 50, 1, 7, 3]
-    yield from decodes(at, [("ragged", lengths, None, 2), ("ragged, window", lengths, 20, 2)])
+    among = [at.pick(32768, 300), *[at.pick(512, 40)] * at.pick(63, 3)]
+    yield from decodes(
+        at,
+        [
+            ("ragged", lengths, None, 2),
+            ("ragged, window", lengths, 20, 2),
+            ("one long among short", among, None, 1),
+        ],
+    )
     yield from prefills(
         at,
         [("ragged", lengths, queries, None, 2), ("ragged, window", lengths, queries, 20, 2)],
     )
 
 
-TILES = ((128, 32, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3))
-"""Rows, columns, warps and stages to compare: two products of 64 columns are wider on sm_90."""
+TILES = {
+    128: ((128, 32, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
+    64: ((128, 64, 8, 3), (64, 128, 4, 3)),
+}
+"""By head dim, rows, columns, warps and stages to compare; the last of each are sm_90's."""
 
 
 def part_tiles(at: Setting) -> Iterator[Row]:
@@ -188,22 +199,28 @@ def part_tiles(at: Setting) -> Iterator[Row]:
         return
     n = at.pick(8192, 96)
     cases: list[PrefillCase] = [("one prompt", [n], [n], None, 1), ("chunk", [n], [512], None, 1)]
-    for rows, columns, num_warps, num_stages in TILES:
-        tiles = {"rows": rows, "columns": columns}
-        tiles |= {"num_warps": num_warps, "num_stages": num_stages}
-        title = f"{rows} x {columns} w{num_warps} s{num_stages}"
-        yield from prefills(at, [(f"{case[0]}, {title}", *case[1:]) for case in cases], tiles)
+    for head_dim, each in TILES.items():
+        for rows, columns, num_warps, num_stages in each:
+            tiles = {"rows": rows, "columns": columns}
+            tiles |= {"num_warps": num_warps, "num_stages": num_stages}
+            title = f"{rows} x {columns} w{num_warps} s{num_stages}"
+            title += "" if head_dim == 128 else f" D{head_dim}"
+            named: list[PrefillCase] = [(f"{case[0]}, {title}", *case[1:]) for case in cases]
+            yield from prefills(at, named, tiles, head_dim)
 
 
 def prefills(
-    at: Setting, cases: list[PrefillCase], other_tiles: dict[str, int] | None = None
+    at: Setting,
+    cases: list[PrefillCase],
+    other_tiles: dict[str, int] | None = None,
+    head_dim: int = 128,
 ) -> Iterator[Row]:
     """Yield a row for each case, on a GPU with tiles that differ from the kernel's own if asked."""
 
     def prefill(
         name: str, lengths: list[int], queries: list[int], window: int | None, num_layers: int
     ) -> Row:
-        cache = Cached(at, lengths, num_layers=num_layers)
+        cache = Cached(at, lengths, head_dim=head_dim, num_layers=num_layers)
         num_tokens = sum(queries)
         bounds = torch.tensor([0, *queries], device=at.device).cumsum(0).int()
         q = at.randn(num_tokens, cache.num_heads, cache.head_dim)

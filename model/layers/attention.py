@@ -21,11 +21,9 @@ from model.kernels.dispatch import kernels_for
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where a step's tokens belong.
-
-    Invariant: the first `num_decodes` sequences, and so tokens, have one query token each. A
-    padding token's slot lies in block 0; a padding sequence has length 0.
-    """
+    """Where a step's tokens belong. Invariant: the first `num_decodes` sequences, and so tokens,
+    have one query token each. A padding token's slot lies in block 0; a padding sequence has length
+    0."""
 
     num_decodes: int
     cu_seqlens_q: torch.Tensor

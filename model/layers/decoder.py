@@ -154,8 +154,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """One rank's shard of a decoder with a head over the vocabulary; named as the checkpoint's
-    tensors are."""
+    """One rank's shard of a decoder with a head; named as the checkpoint's tensors are."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()

@@ -60,8 +60,7 @@ def _is_fused(layer: str, held: Collection[str]) -> bool:
 
 
 class ExpertWeights(WeightedLayer):
-    """One projection of this rank's experts, one matrix for each; once packed, `handles` stand for
-    `weight`."""
+    """One matrix for each of this rank's experts; once packed, `handles` stand for `weight`."""
 
     handles: torch.Tensor | None
 

@@ -1,8 +1,5 @@
-"""The metrics as Prometheus reads them.
-
-Values come from the status board. They are fetched and written by one task at a time, no matter how
-many scrapers wait for it.
-"""
+"""The metrics as Prometheus reads them. Values come from the status board. They are fetched and
+written by one task at a time, no matter how many scrapers wait for it."""
 
 from __future__ import annotations
 
@@ -55,16 +52,12 @@ class SnapshotCollector(Collector):
 
 
 def format_of(accept: str) -> str:
-    """Return the format that a scraper's Accept header asks for, one of two in any case.
-
-    Prometheus names the one that it likes best first.
-    """
+    """Return which of two formats an Accept header asks for; Prometheus names the best first."""
     kinds = [kind.partition(";")[0].strip() for kind in accept.split(",")]
     return next((kind for kind in kinds if kind in (OPEN_METRICS, PLAIN)), PLAIN)
 
 
 def exposition(snapshot: MetricsSnapshot, described: Described, kind: str) -> tuple[bytes, str]:
-    """Return the text in this format, and its content type."""
     # Escaping would turn the colons of the names into underscores, and all of them are plain ASCII.
     wanted = f"{OPEN_METRICS}; version=1.0.0; escaping=allow-utf-8"
     encode, content_type = choose_encoder(wanted if kind == OPEN_METRICS else "")
@@ -82,11 +75,8 @@ class Scrapes:
         self._running: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return text and content type of the values of now.
-
-        Who comes while another one waits for the same format gets the same text. A scraper that
-        leaves ends nothing, since others may wait.
-        """
+        """Return text and content type of the values of now, one text for all who wait for the same
+        format: a scraper that leaves ends nothing."""
         kind = format_of(accept)
         task = self._running.get(kind)
         if task is None:

@@ -1,8 +1,6 @@
-"""One line in the log for each request: what it was, how long it took, how it ended.
-
-Nothing of prompts, answers, headers or keys is in it. Lines are written by a thread of their own:
-a terminal that does not read must not hold up anybody's tokens.
-"""
+"""One line in the log for each request: what it was, how long it took, how it ended. Nothing of
+prompts, answers, headers or keys is in it. Lines are written by a thread of their own: a terminal
+that does not read must not hold up anybody's tokens."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class RecordThread:
         at_close: Callable[[], None] | None = None,
     ) -> None:
         """Start the thread, which pauses between two batches, and calls `at_close` at its end.
-
-        handle: takes a record, when its request ended, and how many were dropped before it.
-        """
+        handle: takes a record, when its request ended, and how many were dropped before it."""
         self._waiting: queue.Queue[tuple[RequestRecord, float] | None] = queue.Queue(max_waiting)
         self._num_dropped = 0
         self._handle = handle
@@ -51,14 +47,12 @@ class RecordThread:
         self._thread.start()
 
     def write(self, record: RequestRecord) -> None:
-        """Take the record of a request that has just ended."""
         try:
             self._waiting.put_nowait((record, time.monotonic()))
         except queue.Full:
             self._num_dropped += 1
 
     def close(self, timeout_s: float) -> None:
-        """Handle what was put, for at most so long."""
         self._waiting.put(None)
         self._thread.join(timeout_s)
 
@@ -73,8 +67,6 @@ class RecordThread:
 
 
 class RequestLog(RecordThread):
-    """Writes the lines of one process."""
-
     def __init__(self) -> None:
         super().__init__("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S)
 

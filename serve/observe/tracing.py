@@ -83,7 +83,6 @@ class Tracing:
         self.write = self._thread.write
 
     def close(self) -> None:
-        """Send what was written, for at most `CLOSE_S`."""
         self._thread.close(CLOSE_S)
 
     def _make(self, record: RequestRecord, ended_at: float, num_dropped: int) -> None:
@@ -152,8 +151,7 @@ def make_spans(tracer: Any, record: RequestRecord, ended_at: float) -> None:
 
 
 def attributes_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
-    """Return the attributes of a request's span: vLLM's names, and the conventions' where they
-    have others."""
+    """Return a request span's attributes: vLLM's names, and the conventions' others."""
     sequences = record.sequences
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if record.id.startswith("cmpl-") else "chat",
@@ -208,7 +206,6 @@ def error_of(record: RequestRecord) -> str:
 
 
 def phases_of(sequence: SequenceRecord, attempt: Attempt) -> Iterator[Phase]:
-    """Yield the parts of an attempt's time, one after the other."""
     is_last = attempt.number == sequence.num_attempts - 1
     reason = sequence.finish_reason if is_last else ""
     error = attempt.lost or (reason if reason in (FAILED, ABORTED) else "")
@@ -264,10 +261,8 @@ def _protocol(endpoint: str) -> str:
 
 
 class _ReportedOnce(logging.Handler):
-    """An exporter that logs when its collector stops taking spans, and when it takes them again.
-
-    As a handler it keeps the first reason of a failure, in place of the lines of each.
-    """
+    """An exporter that logs when its collector stops taking spans, and when it takes them again. As
+    a handler it keeps the first reason of a failure, in place of the lines of each."""
 
     def __init__(self, exporter: Any) -> None:
         super().__init__()

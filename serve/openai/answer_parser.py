@@ -1,8 +1,6 @@
 """One answer of a chat: its text, divided into reasoning, content and tool calls as it arrives.
-
 Reasoning is what `<think>` models write between two markers, around which white space is dropped.
-How the text is cut into pieces makes no difference.
-"""
+How the text is cut into pieces makes no difference."""
 
 from __future__ import annotations
 
@@ -50,8 +48,6 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerDelta(NamedTuple):
-    """What some text added to an answer."""
-
     reasoning: str
     content: str
     calls: list[CallDelta]
@@ -107,8 +103,6 @@ class _ReasoningState(Enum):
 
 
 class ReasoningParser:
-    """Divides one answer's text into reasoning and the rest."""
-
     def __init__(self, reasoning_format: ReasoningFormat, prompt_end: str) -> None:
         """Begin an answer; the end of its prompt says whether reasoning is open."""
         end = prompt_end.rstrip(SPACE)

@@ -1,8 +1,6 @@
-"""The JSON that clients read, as structs in OpenAI's order of fields.
-
-UNSET fields leave no trace in the JSON; None is an explicit null. Log-probabilities have
-another shape at each of the two endpoints.
-"""
+"""The JSON that clients read, as structs in OpenAI's order of fields. UNSET fields leave no trace
+in the JSON; None is an explicit null. Log-probabilities have another shape at each of the two
+endpoints."""
 
 from __future__ import annotations
 
@@ -227,10 +225,8 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprobs],
     text_offsets: list[int],
 ) -> CompletionLogprobs:
-    """Return parallel lists; `text_offsets` is where each token's text starts.
-
-    The drawn token is always among its position's `top_logprobs`, likely or not.
-    """
+    """Return parallel lists; `text_offsets` is where each token's text starts. The drawn token is
+    always among its position's `top_logprobs`, likely or not."""
     tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
     return CompletionLogprobs(
         text_offset=text_offsets,

@@ -45,11 +45,8 @@ NO_TEXT = (
 
 def build_app(serving: Serving, *, is_peer_known: bool = True, sends_id: bool = True) -> Starlette:
     """Return the API over a backend; requests get 503 until its tokenizer is loaded.
-
-    Args:
-        is_peer_known: a request's scope says who has connected, and not a proxy of Ray's.
-        sends_id: put `X-Request-Id` into answers, which no server in front does.
-    """
+    `is_peer_known`: the scope says who has connected, and not a proxy of Ray's. `sends_id`: put
+    `X-Request-Id` into answers, which no server in front does."""
     args = serving.settings.args
     handlers = Handlers(serving)
     posts: dict[str, Handler] = {

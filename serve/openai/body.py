@@ -35,11 +35,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def parse(body: bytes, kind: type[S], max_model_len: int) -> S:
-    """Return the struct that the JSON object in a body holds.
-
-    ApiError if there is none, or too many values, or an unknown field; FieldError if a field is
-    missing, not built or holds what it cannot.
-    """
+    """Return the struct that the JSON object in a body holds. ApiError if there is none, or too
+    many values, or an unknown field; FieldError if a field is missing, not built or holds what it
+    cannot."""
     return convert(parse_fields(body, kind, max_model_len), kind, Source.JSON)
 
 
@@ -92,7 +90,6 @@ def inert_fields(kind: type) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def ignored_fields(kind: type) -> frozenset[str]:
-    """Return the fields that are accepted with any value."""
     return frozenset().union(*(vars(each).get("IGNORED", ()) for each in kind.__mro__))
 
 
@@ -121,10 +118,8 @@ def _parts(kind: Any) -> tuple[type[msgspec.Struct] | None, Any]:
 
 
 def _given(found: Any, kind: Any, at: str) -> Any:
-    """Return a value with the fields of objects in it that are implemented and given.
-
-    What has another type stays as it is: converting it gives the better message.
-    """
+    """Return a value with the fields of objects in it that are implemented and given. What has
+    another type stays as it is: converting it gives the better message."""
     struct, item = _parts(kind)
     if struct is not None and isinstance(found, dict):
         return _given_fields(found, struct, at)

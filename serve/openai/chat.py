@@ -64,10 +64,8 @@ _MISTRAL_ID_CHARS = 9
 
 
 class ConversationAdapter:
-    """What the adapters of chats and of responses have in common.
-
-    A chat template writes the prompt, and an answer has reasoning, content and calls.
-    """
+    """What the adapters of chats and of responses have in common. A chat template writes the
+    prompt, and an answer has reasoning, content and calls."""
 
     num_prompts = 1
     num_prompt_copies = 1
@@ -131,8 +129,6 @@ class ConversationAdapter:
 
 
 class ChatAdapter(ConversationAdapter):
-    """Reads and writes one chat request."""
-
     has_typed_events = False
 
     def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:
@@ -198,7 +194,6 @@ class ChatAdapter(ConversationAdapter):
             yield self._chunk([], generation.usage())
 
     def _take(self, choice: Choice, parser: AnswerParser) -> tuple[AnswerDelta, dict[str, Any]]:
-        """Return what is new of a choice: its text, and what else is said of it."""
         request, found = self.request, choice.take()
         answer = parser.push(found.text, is_last=found.finish_reason is not None)
         # An answer that was cut ends with that, calls or not.
@@ -253,10 +248,8 @@ def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapt
 
 
 def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> int:
-    """Return about how many characters a template writes, and refuse a chat beyond the limits.
-
-    A client's template is refused too: it is a program.
-    """
+    """Return about how many characters a template writes, and refuse a chat beyond the limits. A
+    client's template is refused too: it is a program."""
     max_messages = settings.max_model_len
     num_messages = len(request.messages)
     num_calls = sum(len(message.tool_calls) for message in request.messages)
@@ -387,11 +380,9 @@ def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def tool_format(tokenizer: Tokenizer, wanted: str, chat_template: str | None) -> ToolFormat:
-    """Return how the model behind a chat template writes calls.
-
-    wanted: the name of a format, or auto: found by having the template write a call. FieldError if
-    it does not write tools, or calls in a format that is not known.
-    """
+    """Return how the model behind a chat template writes calls. wanted: the name of a format, or
+    auto: found by having the template write a call. FieldError if it does not write tools, or calls
+    in a format that is not known."""
     written = tokenizer.written_tools(chat_template)
     if not written.has_tools:
         wanted_none = "none, since the model's chat template does not write them"
@@ -427,11 +418,9 @@ def new_call_id(tool_format: ToolFormat) -> str:
 
 
 def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingParams:
-    """Hold the text to the calls that `tool_choice` forces.
-
-    A `response_format` is of texts that are answers, as with OpenAI: beside forced calls there is
-    none. Raises FieldError where the text is held to something else or tools contradict each other.
-    """
+    """Hold the text to the calls that `tool_choice` forces. A `response_format` is of texts that
+    are answers, as with OpenAI: beside forced calls there is none. Raises FieldError where the text
+    is held to something else or tools contradict each other."""
     if params.structured_outputs is not None and not request.formats_text:
         wanted = "none or auto beside a form of the whole output"
         raise FieldError("tool_choice", wanted, Words("calls that are forced"))
@@ -447,11 +436,9 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
 def calls_schema(
     tools: Sequence[Tool], choice: str | NamedToolChoice, *, parallel: bool = True
 ) -> dict[str, Any]:
-    """Return the JSON schema of what a model has to write where a choice forces calls.
-
-    Of `required` it is a list of `{"name": ..., "parameters": {...}}`, as in vLLM; of a named
-    function its parameters alone.
-    """
+    """Return the JSON schema of what a model has to write where a choice forces calls. Of
+    `required` it is a list of `{"name": ..., "parameters": {...}}`, as in vLLM; of a named function
+    its parameters alone."""
     if isinstance(choice, NamedToolChoice):
         [tool] = [tool for tool in tools if tool.function.name == choice.function.name]
         return _parameters(tool)
@@ -473,10 +460,8 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 def _call_schema(tool: Tool, definitions: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of one call; what its parameters define moves to the root's definitions.
-
     References are absolute, so they still lead there. FieldError if two tools define one name
-    differently.
-    """
+    differently."""
     parameters = dict(_parameters(tool))
     for keyword in ("$defs", "definitions"):
         moved = parameters.pop(keyword, {})

@@ -110,11 +110,9 @@ class CompletionAdapter:
         return msgspec.structs.replace(found, prompt_logprobs=prompt)
 
     def _echo(self, choice: Choice) -> str:
-        """Return the text of a choice's prompt that its answer begins with."""
         return self._echoes[choice.index // self.request.n] if self._echoes else ""
 
     def _echoed(self, first: Choice, output: CompletionLogprobs) -> CompletionLogprobs:
-        """Return the log-probabilities of a prompt's tokens and of those after them."""
         assert self.request.logprobs is not None
         echo, token_ids = self._echo(first), first.request.prompt_token_ids
         prompt = completion_logprobs(
@@ -131,7 +129,6 @@ class CompletionAdapter:
         )
 
     def _offsets(self, token_ids: list[int]) -> list[int]:
-        """Return where the text of each of a prompt's tokens begins."""
         is_skipping = self.request.skip_special_tokens
         skipped = self._tokenizer.special_token_ids if is_skipping else frozenset()
         text = detokenizer(self._tokenizer, skipped, ())

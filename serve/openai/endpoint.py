@@ -90,10 +90,7 @@ def guarded(handler: Handler) -> Handler:
 
 
 async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
-    """Answer a generating request, streamed or whole.
-
-    Raises what `as_api_error` knows, and ClientGone.
-    """
+    """Answer a generating request. Raises what `as_api_error` knows, and ClientGone."""
     record: RequestRecord = request.state.record
     record.is_generating = True
     tokenizer, slot, body = await admitted(serving, request)
@@ -108,9 +105,7 @@ async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
 
 async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
-
-    With ApiError and Overloaded it is refused, and the rest of its body discarded.
-    """
+    With ApiError and Overloaded it is refused, and the rest of its body discarded."""
     await serving.requests.wait()
     slot: AdmissionSlot | None = None
     limit = serving.settings.args.max_body_bytes
@@ -147,11 +142,9 @@ def require_model(serving: Serving, name: str | None) -> None:
 
 
 async def _read(serving: Serving, request: Request, slot: AdmissionSlot, limit: int) -> bytes:
-    """Return the request's body, whose bytes count as held by `slot`; raises Overloaded.
-
-    ApiError if too many bytes have come (413); or it did not come within the request's time, or
-    came slowly while another request wanted its slot (408).
-    """
+    """Return the request's body, whose bytes count as held by `slot`; raises Overloaded. ApiError
+    if too many bytes have come (413); or it did not come within the request's time, or came slowly
+    while another request wanted its slot (408)."""
     timeout_s = serving.settings.args.request_timeout_s
     body = bytearray()
     loop = asyncio.get_running_loop()
@@ -178,7 +171,6 @@ def _too_large(limit: int, found: str) -> ApiError:
 
 
 async def _parts(request: Request) -> AsyncGenerator[bytes, None]:
-    """Yield the parts of a body; raises ClientDisconnect."""
     try:
         async for part in request.stream():
             if part:  # the last one is empty
@@ -222,10 +214,8 @@ async def parsed(
     slot: AdmissionSlot,
     record: RequestRecord,
 ) -> Generation:
-    """Return the answer to a JSON body, which now has a slot for each of its sequences.
-
-    ApiError or FieldError if it cannot be answered; Overloaded if there is no room for all of them.
-    """
+    """Return the answer to a JSON body, which now has a slot for each of its sequences. ApiError or
+    FieldError if it cannot be answered; Overloaded if there is no room for all of them."""
     adapter = await serving.threads.run(len(body), lambda _: parse(serving, tokenizer, body))
     request, params = adapter.request, adapter.params
     require_model(serving, request.model)
@@ -243,10 +233,8 @@ class ClientGone(Exception):
 
 class _Answer(Response):
     """An answer that is produced while its client stays and reads. Gives its slot back at the end.
-
-    The request's body must have been received. One timer watches all sends: one for each would
-    cost more than the send.
-    """
+    The request's body must have been received. One timer watches all sends: one for each would cost
+    more than the send."""
 
     def __init__(self, generation: Generation, media_type: str) -> None:
         super().__init__(media_type=media_type)
@@ -324,18 +312,13 @@ class _Answer(Response):
         self._leave()
 
     def _leave(self) -> None:
-        """End the answer: its client has left, or does not read."""
         self._generation.on_full = None
         if not self._is_over and not self._stays.expired():
             self._stays.reschedule(self._loop.time())
 
 
 class EventStream(_Answer):
-    """Sends each event of a generation, and [DONE] at the end.
-
-    Events of a typed stream, as that of Responses, bear the name of their type, and no [DONE] is at
-    its end.
-    """
+    """Sends each event of a generation, and [DONE] at the end unless events bear their types."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation, "text/event-stream")
@@ -361,8 +344,6 @@ class EventStream(_Answer):
 
 
 class WholeAnswer(_Answer):
-    """Sends the JSON text of a generation."""
-
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation, "application/json")
 
@@ -404,10 +385,7 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
 async def stream(
     serving: Serving, parse: Parse, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of a streamed answer to a call by handle; closing it aborts its sequences.
-
-    Raises RequestRefused.
-    """
+    """Yield a streamed answer's chunks; closing it aborts. Raises RequestRefused."""
     async with _by_handle(serving, parse, body, is_stream=True) as generation:
         ends_at = asyncio.get_running_loop().time() + generation.timeout_s
         async with aclosing(generation.events()) as events:

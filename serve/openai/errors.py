@@ -1,8 +1,6 @@
-"""The errors of a request, as its client reads them.
-
-All have one JSON shape: `{"error": {"message", "type", "param", "code"}}`, `code` the status. What
-is wrong with a field is a `FieldError` until it gets here: 400, with the field as `param`.
-"""
+"""The errors of a request, as its client reads them. All have one JSON shape: `{"error":
+{"message", "type", "param", "code"}}`, `code` the status. What is wrong with a field is a
+`FieldError` until it gets here: 400, with the field as `param`."""
 
 from __future__ import annotations
 

@@ -59,12 +59,9 @@ COPIES_IN_MEMORY = 4
 
 
 class Backend(Protocol):
-    """The pools behind the HTTP layer. All methods are called on the ingress's event loop.
-
-    `failure` is what does not work and is not on its way to, or empty; `status` the HTTP status and
-    the body of /ready, `figures` the body of /status; `metrics` takes what this process has
-    counted, and returns what all have.
-    """
+    """The pools behind the HTTP layer, called on the ingress's event loop. `failure` is what does
+    not work and is not on its way to, or empty; `status` and `figures` are the answers of /ready
+    and /status; `metrics` takes what this process has counted, and returns what all have."""
 
     def is_ready(self) -> bool: ...
     def failure(self) -> str: ...
@@ -76,17 +73,12 @@ class Backend(Protocol):
     def generate(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Start one sequence and yield its outputs in order; it may raise before the first.
-
-        The last one has a finish_reason of stop, length, abort or error. `aclose()`, or
-        cancelling the task that waits for the next output, aborts the sequence. The backend puts
-        its own address into `reply_to`, and notes in `record` what it learns of the way.
-        """
+        """Start one sequence and yield its outputs; the last one has a finish_reason. `aclose()`,
+        or cancelling the task that waits, aborts it. The backend puts its own address into
+        `reply_to`, and notes in `record` what it learns of the way."""
 
 
 class Serving:
-    """What all handlers share."""
-
     def __init__(
         self,
         settings: ApiSettings,
@@ -96,10 +88,8 @@ class Serving:
         tick: StreamBatcher | None = None,
         secret: bytes = b"",
     ) -> None:
-        """Share what is given; `tick` is the one that the backend's outputs wait for.
-
-        secret: the application's, of at most 64 bytes, which all ingresses have.
-        """
+        """Share what is given; `tick` is the one that the backend's outputs wait for. secret: the
+        application's, of at most 64 bytes, which all ingresses have."""
         self.salts = CacheSalts(secret, is_per_key=settings.args.divides_prefix_cache)
         self.settings = settings
         self.tokenizer = tokenizer
@@ -155,9 +145,7 @@ class RequestAdapter(Protocol):
 
 class Generation:
     """A request that is answered once, whole or as events. Its owner gives its slot back.
-
-    Invariant: the `n` choices of a prompt stand together, the prompts in their order.
-    """
+    Invariant: the `n` choices of a prompt stand together, the prompts in their order."""
 
     def __init__(
         self,
@@ -249,7 +237,8 @@ class Generation:
         except FieldError as error:
             raise error.renamed(adapter.request.spelling(error.field)) from error
         finally:
-            self.slot.let_go_of_bytes()
+            # The text of the body is token ids now.
+            self.slot.hold(-self.slot.num_bytes)
 
     def _prepare_choices(self, grammar: str, check: Check) -> AnswerSize:
         adapter, settings, tokenizer = self.adapter, self._serving.settings, self._tokenizer
@@ -355,10 +344,8 @@ class Generation:
             self.on_full()
 
     async def _wait(self) -> list[Choice]:
-        """Wait for output and return the choices that have some, in order.
-
-        Raises what ended a sequence without a result, after the outputs before it.
-        """
+        """Wait for output and return the choices that have some, in order. Raises what ended a
+        sequence without a result, after the outputs before it."""
         if self._error is not None:
             raise self._error
         if not self._mailbox:
@@ -390,10 +377,8 @@ class Generation:
 
 
 def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> None:
-    """Refuse what the model cannot compute; an empty prompt is refused with its sampling.
-
-    A tokenizer may know tokens that its model does not, and a model may take shorter prompts.
-    """
+    """Refuse what the model cannot compute; an empty prompt is refused with its sampling. A
+    tokenizer may know tokens that its model does not, and a model may take shorter prompts."""
     if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
         least, largest = min(prompt), max(prompt)
         wanted = f"token ids from 0 to {vocab_size - 1}"
@@ -404,12 +389,9 @@ def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> 
 
 
 class AnswerSize:
-    """How large one request's answer may become, about, in bytes of JSON.
-
-    A few hundred bytes can ask for hundreds of megabytes: log-probabilities of a long prompt,
-    repeated for 128 choices. What a client has not read stays in memory, here or in the proxy in
-    front, so an answer is bounded before it is begun.
-    """
+    """How large one request's answer may become, about, in bytes of JSON. A few hundred bytes can
+    ask for hundreds of megabytes, which stay in memory here or in the proxy until they are read, so
+    an answer is bounded before it is begun."""
 
     def __init__(self, adapter: RequestAdapter, prompts: Sequence[Sequence[int]]) -> None:
         request, params = adapter.request, adapter.params
@@ -435,8 +417,7 @@ class AnswerSize:
         return self._prompt_bytes + num_tokens * self._token_bytes
 
     def max_tokens(self, max_bytes: int) -> int:
-        """Return how many tokens a choice may have in an answer of `max_bytes`; FieldError if they
-        are fewer than the request asks for."""
+        """Return a choice's tokens in an answer of `max_bytes`; FieldError: more are asked for."""
         params = self._params
         limit = f"an answer has at most max_answer_bytes, here {max_bytes} bytes"
         if self._prompt_bytes > max_bytes:

@@ -66,7 +66,6 @@ def document(settings: ApiSettings) -> bytes:
 
 
 def _with_parts(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
-    """Yield a struct, and those that its fields hold."""
     yield struct
     for kind in hints_of(struct).values():
         for part in structs_within(kind):
@@ -145,7 +144,6 @@ def _post(request: str, answer: str | None, events: dict[str, Any] | None = None
 
 
 def _json(name: str | None = None) -> dict[str, Any]:
-    """Return the content of a JSON body: a struct's, or any object."""
     schema = {"type": "object"} if name is None else _ref(name)
     return {"application/json": {"schema": schema}}
 
@@ -159,7 +157,6 @@ def _ref(name: str) -> dict[str, str]:
 
 
 def _events(chunk: str) -> dict[str, Any]:
-    """Return the schema of one event of a stream, as OpenAPI 3.1 describes streams."""
     return _event({"anyOf": [{"const": "[DONE]"}, _json_text(_ref(chunk))]})
 
 

@@ -221,7 +221,6 @@ class ResponsesChat(ChatRequest, frozen=True, kw_only=True):
     """The chat that a request is equivalent to; errors name the request's own fields."""
 
     def spelling(self, param: str) -> str:
-        """Return the JSON field behind a parameter of sampling."""
         own = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
         spelt = own.get(param) or super().spelling(param)
         if not spelt.startswith("response_format"):
@@ -234,7 +233,6 @@ _SHARED = sorted({*ResponsesRequest.__struct_fields__} & {*ChatRequest.__struct_
 
 
 def _chat_of(request: ResponsesRequest) -> ResponsesChat:
-    """Return the chat that a request is equivalent to; raises FieldError."""
     if len(request.metadata) > MAX_METADATA:
         raise FieldError("metadata", f"at most {MAX_METADATA} texts", len(request.metadata))
     if any(len(text) > MAX_METADATA_CHARS for pair in request.metadata.items() for text in pair):
@@ -359,8 +357,6 @@ _TEXTS = {
 
 
 class _OutputItem:
-    """An item of an output that is being written."""
-
     def __init__(self, kind: str, index: int, **fields: Any) -> None:
         prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}[kind]
         self.kind = kind
@@ -375,7 +371,6 @@ class _OutputItem:
         return "".join(self.parts)
 
     def part(self, text: str) -> Json:
-        """Return the item's content: one part."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -388,8 +383,6 @@ class _OutputItem:
 
 
 class _Output:
-    """The items of one answer, with the events of their lives."""
-
     def __init__(self, calls: ToolFormat | None) -> None:
         self.items: list[_OutputItem] = []
         self._calls = calls
@@ -464,8 +457,6 @@ class _Output:
 
 
 class ResponsesAdapter(ConversationAdapter):
-    """Reads and writes one request for a response."""
-
     has_typed_events = True
 
     def __init__(

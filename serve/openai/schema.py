@@ -1,7 +1,5 @@
-"""The requests for completions and chats, as structs of the fields that are implemented.
-
-How a body becomes one is `body.py`; what no type says of it is checked by the structs themselves.
-"""
+"""The requests for completions and chats, as structs of the fields that are implemented. How a body
+becomes one is `body.py`; what no type says of it is checked by the structs themselves."""
 
 from __future__ import annotations
 
@@ -201,7 +199,6 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
         )
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """Return what the text must be; raises FieldError."""
         found = self._structured_fields()
         if len(found) > 1:
             raise FieldError(found[1], f"none beside {found[0]}", Words("both"))
@@ -220,7 +217,6 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
             raise error.renamed(self._structured_spelling(error.field)) from error
 
     def _structured_fields(self) -> list[str]:
-        """Return the fields that ask for structured output."""
         found = ["response_format"] if self.formats_text else []
         others = ("structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
         return found + [name for name in others if getattr(self, name) is not None]
@@ -285,7 +281,6 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """What was called."""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as transformers' templates take it."""
         function = self.function
         called = {"name": function.name, "arguments": function.arguments_for_template()}
         return {"id": self.id, "type": "function", "function": called}
@@ -331,10 +326,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError(join_path(at, "content"), "a value", Words("none"))
 
     def for_template(self, takes_parts: bool) -> dict[str, Any]:
-        """Return the message as the chat template takes it.
-
-        Parts are joined by line ends for a template that takes none, as in vLLM.
-        """
+        """Return the message as the chat template takes it, parts as lines if it takes none."""
         content = self.content or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if not isinstance(content, str):
@@ -357,7 +349,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Characters of text, also of calls and reasoning."""
         content = self.content or ""
         num_chars = len(content) if isinstance(content, str) else sum(len(p.text) for p in content)
         for call in self.tool_calls:
@@ -487,7 +478,6 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
             raise error.renamed(self.spelling(error.field)) from error
 
     def spelling(self, param: str) -> str:
-        """Return the JSON field behind a parameter of sampling."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         if self.forces_calls and param.startswith("structured_outputs"):
@@ -497,7 +487,6 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
 
     @property
     def forces_calls(self) -> bool:
-        """Whether the output is to be calls and nothing else."""
         return self.tool_choice not in (None, "auto", "none")
 
 

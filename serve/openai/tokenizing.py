@@ -52,7 +52,6 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that the template tells the model of."""
 
     def chat(self, messages: list[Message]) -> ChatRequest:
-        """Return the chat completion that has the same prompt."""
         return ChatRequest(
             messages=messages,
             add_special_tokens=bool(self.add_special_tokens),
@@ -74,10 +73,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def answer(serving: Serving, work: Work, request: Request) -> Response:
-    """Answer with what `work` makes of the body; it has one slot, as a generating request has.
-
-    Raises what `as_api_error` knows.
-    """
+    """Answer with what `work` makes of the body, in one slot; raises what generating does."""
     tokenizer, slot, body = await admitted(serving, request)
 
     def encoded(check: Check) -> bytes:

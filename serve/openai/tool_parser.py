@@ -58,7 +58,6 @@ class ToolFormat(Enum):
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What may begin a call within text."""
         return ("<|python_tag|>", "{") if self is ToolFormat.LLAMA3_JSON else self.markers[:1]
 
     @property
@@ -75,8 +74,6 @@ _MARKERS = {
 
 
 class CallDelta(NamedTuple):
-    """What is new of one call."""
-
     number: int
     """Its place among the calls of the answer, from 0."""
     name: str | None
@@ -85,8 +82,6 @@ class CallDelta(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What some text added to an answer."""
-
     content: str
     calls: list[CallDelta]
 
@@ -96,10 +91,8 @@ class _NotACall(Exception):
 
 
 class ToolParser:
-    """Divides one answer's text into content and calls.
-
-    The generators read `_text` from `_at` on, and wait where it takes more text to tell.
-    """
+    """Divides one answer's text into content and calls. The generators read `_text` from `_at` on,
+    and wait where it takes more text to tell."""
 
     def __init__(
         self, tool_format: ToolFormat, names: Collection[str], *, parallel: bool = True
@@ -140,7 +133,6 @@ class ToolParser:
         return parser
 
     def push(self, text: str) -> Parsed:
-        """Add text; return what is certain of it."""
         self._text, self._at = self._text[self._at :] + text, 0
         next(self._reading)
         return self._take()
@@ -233,10 +225,8 @@ class ToolParser:
         self._held = []
 
     def _object(self) -> Generator[None]:
-        """Read `{"name": "f", "arguments": {...}}`, in any order.
-
-        Arguments may also be called parameters, be null or left out, or be a text with the JSON.
-        """
+        """Read `{"name": "f", "arguments": {...}}`, in any order. Arguments may also be called
+        parameters, be null or left out, or be a text with the JSON."""
         name = arguments = ""
         num_keys, has_arguments, char = 0, False, ","
         while char == ",":
@@ -343,7 +333,6 @@ class ToolParser:
             self._deltas.append(CallDelta(number, name if is_first else None, arguments))
 
     def _closer(self) -> Generator[None]:
-        """Leave out what ends a call, and white space before it."""
         closer = self._format.closer
         while closer and (yield from self._char()) in SPACE:
             end = self._end_of_space()
@@ -372,7 +361,6 @@ class ToolParser:
         return len(self._text) if rest is None else rest.start()
 
     def _char(self) -> Generator[None, None, str]:
-        """Return the next character, once there is one."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]
@@ -414,10 +402,8 @@ class _NotJson(Exception):
 
 class JsonScanner:
     """Follows one JSON value while it arrives, strictly by RFC 8259, each character once.
-
     Invariant: what was consumed is a value or can still become one. Where the text ends, the
-    generator waits for more; nesting costs a list entry and no recursion.
-    """
+    generator waits for more; nesting costs a list entry and no recursion."""
 
     def __init__(self) -> None:
         self.is_complete = False
@@ -521,7 +507,6 @@ class JsonScanner:
         return char
 
     def _one_of(self, chars: str) -> Generator[None, None, str]:
-        """Consume a character that has to be one of these."""
         char = yield from self._char()
         if char not in chars:
             raise _NotJson
@@ -529,7 +514,6 @@ class JsonScanner:
         return char
 
     def _char(self) -> Generator[None, None, str]:
-        """Return the next character, once there is one."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]

@@ -54,11 +54,9 @@ latest when there are twice as many; a context has 1,023 sockets."""
 
 
 class Mailbox:
-    """One request's outputs that were not taken yet, in order.
-
-    The first of them and every end of a stage can be taken at once. Others wait for the next tick,
-    and those that only bring tokens become one output meanwhile.
-    """
+    """One request's outputs that were not taken yet, in order. The first of them and every end of a
+    stage can be taken at once. Others wait for the next tick, and those that only bring tokens
+    become one output meanwhile."""
 
     def __init__(self, request_id: str, tick: StreamBatcher) -> None:
         self.request_id = request_id
@@ -76,7 +74,6 @@ class Mailbox:
         """Of pieces of the prompt, which come ahead of the first output."""
 
     def put(self, output: EngineOutput, inbox: str = "") -> None:
-        """Add an output; `inbox` is the engine's address."""
         if inbox and inbox not in self.inboxes:
             self.inboxes.append(inbox)
             self.all_inboxes.append(inbox)
@@ -101,7 +98,6 @@ class Mailbox:
             self._tick.call(self._ring)
 
     async def get(self) -> EngineOutput:
-        """Return the next output, waiting for it."""
         await self._can_take.wait()
         output = self._waiting.popleft()
         if not self._waiting:
@@ -115,7 +111,6 @@ class Mailbox:
 
 
 def _continues(before: EngineOutput, output: EngineOutput) -> bool:
-    """Return whether an output only adds tokens right behind those of the one before."""
     only_tokens = not (before.finish_reason or output.finish_reason or output.prompt_logprobs)
     return only_tokens and output.position == before.position + len(before.token_ids)
 
@@ -127,11 +122,9 @@ def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
 
 
 class EngineLinks(Protocol):
-    """What carries frames between engines and this ingress.
-
-    An engine that cannot be reached is told nothing; `forget` closes the way to one that is gone.
-    `caught_up` returns when all that has come by now is in its mailbox.
-    """
+    """What carries frames between engines and this ingress. An engine that cannot be reached is
+    told nothing; `forget` closes the way to one that is gone. `caught_up` returns when all that has
+    come by now is in its mailbox."""
 
     def send_aborts(self, inbox: str, request_ids: list[str]) -> None: ...
     def forget(self, inbox: str) -> None: ...
@@ -171,11 +164,9 @@ class TokenMailboxes:
         await self._links.caught_up()
 
     def abort(self, mailbox: Mailbox) -> None:
-        """Tell every engine that may have the request to drop it.
-
-        Those are the engines that have sent outputs of it in its present stage. Before there are
-        any, it may be on its way to any engine: all that have sent lately remember the abort.
-        """
+        """Tell every engine that may have the request to drop it. Those are the engines that have
+        sent outputs of it in its present stage. Before there are any, it may be on its way to any
+        engine: all that have sent lately remember the abort."""
         inboxes = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
         if not inboxes:
             now = asyncio.get_running_loop().time()
@@ -210,8 +201,7 @@ class TokenMailboxes:
         self._links.forget(inbox)
 
     def begin_frame(self, engine_id: str, epoch: int, inbox: str) -> None:
-        """Note where an engine is, before its outputs are delivered; FrameError if this frame was
-        sent before the engine was rebuilt."""
+        """Note where an engine is; FrameError: this was sent before it was rebuilt."""
         newest, old_inbox = self._newest.get(engine_id, (epoch, inbox))
         if epoch < newest:
             raise FrameError(f"{engine_id}: epoch: wanted {newest}, found {epoch}")
@@ -233,11 +223,8 @@ class TokenMailboxes:
 
 
 class TokenSocket:
-    """Receives frames of all engines; `EngineLinks` of its `mailboxes`.
-
-    Must be created inside the event loop that uses it. `task` ends only with an error: without it
-    no output arrives.
-    """
+    """Receives frames of all engines; `EngineLinks` of its `mailboxes`. Must be created inside the
+    event loop that uses it. `task` ends only with an error: without it no output arrives."""
 
     def __init__(self, host: str, credentials: Credentials, tick: StreamBatcher) -> None:
         self._context = zmq.asyncio.Context()
@@ -280,7 +267,6 @@ class TokenSocket:
         await self._is_empty.wait()
 
     def shutdown(self) -> None:
-        """Stop receiving and close all sockets."""
         self.task.cancel()
         for socket in (self._socket, *self._engines.values()):
             socket.close(linger=100)

@@ -1,8 +1,6 @@
-"""`Pool`: the Serve deployment class of prefill, decode and mixed pools, a shell of `PoolCore`.
-
-A replica owns one rank group: it sits in bundle 0 of its placement group, the ranks in the
-bundles after it. It loads in its constructor, so that Serve reports its true state.
-"""
+"""`Pool`: the Serve deployment class of prefill, decode and mixed pools, a shell of `PoolCore`. A
+replica owns one rank group: it sits in bundle 0 of its placement group, the ranks in the bundles
+after it. It loads in its constructor, so that Serve reports its true state."""
 
 from __future__ import annotations
 

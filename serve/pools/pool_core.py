@@ -48,14 +48,10 @@ class LeaderLink(Protocol):
 
 
 class PoolShell(Protocol):
-    """What a replica needs of its surroundings.
-
-    `new_group` makes the ranks of an epoch, which do not load yet; `connect` opens the links to a
-    group's leaders, in place of those of the group before; `push` shows a report on the status
-    board. A failure that is noted, with whether it is that of any other start as well, is found by
-    the replica in this one's place, where `final_failure` returns its reason; `note_recovery`
-    forgets one that was not final.
-    """
+    """What a replica needs of its surroundings. `new_group` makes ranks that do not load yet;
+    `connect` opens links to its leaders in place of those before; `push` shows a report on the
+    status board. A failure that is noted is found by the replica in this one's place, where
+    `final_failure` returns its reason; `note_recovery` forgets one that was not final."""
 
     def new_group(self, epoch: int) -> RankGroup: ...
     async def connect(self, inboxes: Sequence[str]) -> Sequence[LeaderLink]: ...
@@ -66,12 +62,9 @@ class PoolShell(Protocol):
 
 
 class PoolCore:
-    """A rank group and its open requests.
-
-    Invariants: a state's note (`note_failure`, `note_recovery`) is kept before the next one's, and
-    that of a failure before it is entered, since Serve then starts another replica, which reads it.
-    `stopping` is the last state.
-    """
+    """A rank group and its open requests. Invariants: a state's note (`note_failure`,
+    `note_recovery`) is kept before the next one's, and that of a failure before it is entered,
+    since Serve then starts another replica, which reads it. `stopping` is the last state."""
 
     def __init__(
         self,
@@ -124,19 +117,10 @@ class PoolCore:
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
 
     async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
-        """Submit a request and return its finish reason when its engine is done with it.
-
-        Cancelling the call aborts the request.
-
-        Args:
-            config_hash: of the caller's deployment. While one replaces another, replicas of both
-                are called, and what one's engine produced the other's ingress drops.
-
-        Raises:
-            PoolUnavailable: the ranks are being rebuilt, and `hold_s` was not enough; or the caller
-                is of another deployment.
-            RankDied: the group ended.
-        """
+        """Submit a request and return its finish reason when its engine is done with it; cancelling
+        the call aborts it. PoolUnavailable: the ranks are being rebuilt, or `config_hash` is that
+        of another deployment, of which replicas are called while one replaces another. RankDied:
+        the group ended."""
         if config_hash != self._config_hash:
             await asyncio.sleep(self._hold_s)
             raise PoolUnavailable(f"config_hash: wanted {self._config_hash}, found {config_hash}")
@@ -235,11 +219,8 @@ class PoolCore:
             await self._shell.note_recovery()
 
     async def _fail(self, reason: str, verdict: str) -> None:
-        """Enter the failed state, in which Serve replaces this replica.
-
-        Args:
-            verdict: why the one in its place would fail as well; empty if it might not.
-        """
+        """Enter the failed state, in which Serve replaces this replica. `verdict`: why the one in
+        its place would fail as well; empty if it might not."""
         self._lose(reason)
         async with self._noting:
             await self._shell.note_failure(verdict or reason, is_final=bool(verdict))

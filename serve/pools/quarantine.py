@@ -34,10 +34,7 @@ LOST_AFTER_S = 5.0
 
 
 class CrashHistory:
-    """How often one request was lost, and to what.
-
-    Invariant: while it `is_on_trial`, no other suspect runs.
-    """
+    """How a request was lost. Invariant: while it `is_on_trial`, no other suspect runs."""
 
     def __init__(self) -> None:
         self._num_lost = self._num_deaths = self._num_failed_trials = self._num_trial_tokens = 0
@@ -49,7 +46,6 @@ class CrashHistory:
         return f"lost {self._num_lost} times on its way"
 
     def add(self, reason: FinishReason) -> None:
-        """Count the loss of one attempt."""
         if reason == FinishReason.DIED:
             self._num_deaths += 1
             self._num_failed_trials += self.is_on_trial
@@ -80,7 +76,6 @@ class CrashHistory:
             self.end_trial()
 
     def end_trial(self) -> None:
-        """Let the next suspect in."""
         end, self._end = self._end, None
         if end is not None:
             end()
@@ -147,11 +142,9 @@ class Quarantine:
 
 
 class FairLock:
-    """One holder at a time among processes, in the order in which they asked.
-
-    Who has it or waits for it asks again and again; whoever is silent for `LOST_AFTER_S` loses it.
-    Nothing is kept: if this is made anew, two may have it for a moment.
-    """
+    """One holder at a time among processes, in the order in which they asked. Who has it or waits
+    for it asks again and again; whoever is silent for `LOST_AFTER_S` loses it. Nothing is kept: if
+    this is made anew, two may have it for a moment."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -91,10 +91,8 @@ class Router:
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord | None = None
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the request's outputs; the last one has a finish reason.
-
-        Closing the iterator aborts the request everywhere. `record` notes its way.
-        """
+        """Yield the request's outputs; the last one has a finish reason. Closing the iterator
+        aborts the request everywhere. `record` notes its way."""
         record = record or SequenceRecord()
         outputs = list(request.output_token_ids)
         history = CrashHistory()
@@ -144,7 +142,8 @@ class Router:
                 if output.finish_reason == FinishReason.HANDOFF:
                     record.on_handover()
                     is_first = True
-                    request = _with_outputs(request, output)
+                    so_far = [*request.output_token_ids, *output.token_ids]
+                    request = msgspec.structs.replace(request, output_token_ids=so_far)
                     calls.append(self._submit("decode", request, output.handoff, mailbox))
                     output = msgspec.structs.replace(
                         output, finish_reason=FinishReason.NONE, handoff=None
@@ -184,17 +183,14 @@ class _Call:
         self._task = asyncio.ensure_future(self._watch())
 
     def let_go(self) -> None:
-        """Stop waiting for the call, and cancel it if it does not return soon.
-
-        Engines were told to drop the request, which ends the call; cancelling costs
-        milliseconds of this process for each, and hundreds of clients may leave at once.
-        """
+        """Stop waiting for the call, and cancel it if it does not return soon. Engines were told to
+        drop the request, which ends the call; cancelling costs milliseconds of this process for
+        each, and hundreds of clients may leave at once."""
         self._is_let_go = True
         if not self._task.done():
             asyncio.get_running_loop().call_later(CANCEL_AFTER_S, self._cancel)
 
     def _cancel(self) -> None:
-        """Cancel the call, which makes its replica abort the request."""
         if not self._task.done():
             self._response.cancel()
             self._task.cancel()
@@ -230,24 +226,15 @@ class _Call:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the running task was told to end."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
-    """Return an output that continues those before it, or how the request ends instead.
-
-    A broken connection loses what was on its way; only a bug delivers an output twice.
-    """
+    """Return an output that continues those before it, or how the request ends instead. A broken
+    connection loses what was on its way; only a bug delivers an output twice."""
     if output.position == num_outputs or output.finish_reason in LOST:
         return output
     reason = FinishReason.KV_LOST if output.position > num_outputs else FinishReason.ERROR
     found = f"wanted those from {num_outputs} on, found from {output.position} on"
     return EngineOutput.ended(output.request_id, reason, f"output tokens: {found}")
-
-
-def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateRequest:
-    return msgspec.structs.replace(
-        request, output_token_ids=[*request.output_token_ids, *output.token_ids]
-    )

@@ -1,8 +1,6 @@
-"""Which data-parallel rank of a group gets a request.
-
-Equal ranks take turns, so that a burst of short requests, each of which has ended before the next
-one comes, does not always meet the same rank.
-"""
+"""Which data-parallel rank of a group gets a request. Equal ranks take turns, so that a burst of
+short requests, each of which has ended before the next one comes, does not always meet the same
+rank."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ class LeaderRouter:
         return leader
 
     def give_back(self, leader: int, num_tokens: int) -> None:
-        """Note that a request which `take` gave to the leader has ended."""
         self.loads[leader] -= self._cost(num_tokens)
 
     def _cost(self, num_tokens: int) -> int:

@@ -30,10 +30,8 @@ class StopStrings:
 
 class StopMatcher:
     """Finds the stop string that is complete first; of those ending together, the longest.
-
     Invariant: `held` is the longest end of the text so far that a stop string starts with, and is
-    longer than. So the outcome does not depend on how the text is cut into pieces.
-    """
+    longer than. So the outcome does not depend on how the text is cut into pieces."""
 
     def __init__(self, stop: StopStrings, include_stop: bool) -> None:
         self.held = ""
@@ -41,10 +39,8 @@ class StopMatcher:
         self._include_stop = include_stop
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Add text; return what is certain of it, and the stop string if this completes one.
-
-        Where it may not stop, a stop string that is complete now is not seen later either.
-        """
+        """Add text; return what is certain of it, and the stop string if this completes one. Where
+        it may not stop, a stop string that is complete now is not seen later either."""
         if not self._stop.texts:
             return text, None
         num_held, text = len(self.held), self.held + text
@@ -72,10 +68,8 @@ class StopMatcher:
 
 
 class OutputDelta(msgspec.Struct):
-    """What a choice produced since the last delta was taken.
-
-    Invariant: `logprobs` is empty or has one entry per token; `offsets` has one.
-    """
+    """What a choice produced since the last delta was taken. Invariant: `logprobs` is empty or has
+    one entry per token; `offsets` has one."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -85,17 +79,13 @@ class OutputDelta(msgspec.Struct):
     finish_reason: str | None = None
     """Set in the last delta: stop, length or abort."""
     stop_reason: int | str | None = None
-    """The stop string, or the id of the stop token that the client named; None for the model's own
-    end."""
+    """The stop string, or the client's stop token; None for the model's own end."""
 
 
 class Choice:
-    """One sequence of a request, as it is generated.
-
-    With `include_stop_str_in_output` the text ends with the stop string, or with the text of the
-    token that ended the sequence; otherwise it ends before. A stop string that is complete within
-    the first `min_tokens` tokens is text like any other.
-    """
+    """One sequence of a request, as it is generated. With `include_stop_str_in_output` the text
+    ends with what ended it, otherwise before. A stop string that is complete within the first
+    `min_tokens` tokens is text like any other."""
 
     def __init__(
         self,
@@ -151,7 +141,6 @@ class Choice:
             raise GenerationError(output.error or output.finish_reason)
 
     def take(self) -> OutputDelta:
-        """Return what was absorbed since the last call."""
         self.was_taken = True
         delta, self._delta = self._delta, OutputDelta()
         return delta

@@ -101,8 +101,7 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float = MAX_CPU_S) -> Tried:
-        """Return what becomes of a grammar in so much processor time; GrammarProcessLost if it was
-        ended from outside."""
+        """Return what becomes of a grammar; GrammarProcessLost: ended from outside."""
         line = self._ask(self.start(), msgspec.json.encode((wanted, max_cpu_s)), MAX_WAIT_S)
         if not line:
             raise GrammarProcessLost(f"its process ended ({self.close()})")
@@ -204,7 +203,6 @@ def _serve(path: Path, max_bytes: int) -> None:
 
 
 def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int) -> Tried:
-    """Compile in a child, and return what its end says."""
     wanted, max_cpu_s = order
     source, sink = os.pipe()
     try:
@@ -235,7 +233,6 @@ def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int)
 def _be_child(
     vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int, source: int, sink: int
 ) -> None:
-    """Compile a grammar within its limits, write what was found, and end."""
     (wanted, max_cpu_s), code = order, 1
     try:
         # The caller reads on until nobody has the other end of its pipe.

@@ -59,8 +59,6 @@ this."""
 
 @dataclass(eq=False)
 class Job:
-    """A grammar that waits or is compiled."""
-
     wanted: StructuredOutputsParams
     client: Client
     number: int
@@ -140,7 +138,6 @@ class Turns:
         return job
 
     def end(self, job: Job, cpu_s: float, now: float) -> None:
-        """A try has ended, which took so much of a processor."""
         self._charge(job.client, cpu_s - self._running.pop(job), now)
 
     def _charge(self, client: Client, cpu_s: float, now: float) -> None:
@@ -151,10 +148,8 @@ class Turns:
 
 
 class GrammarQueue:
-    """Grammars of an ingress's requests: what was found of them, and those being compiled.
-
-    Belongs to one event loop, but for `start` and `close`, which block.
-    """
+    """Grammars of an ingress's requests: what was found of them, and those being compiled. Belongs
+    to one event loop, but for `start` and `close`, which block."""
 
     def __init__(
         self,
@@ -179,10 +174,8 @@ class GrammarQueue:
         """How often in a row a grammar's process was lost, and when it may be tried again."""
 
     def start(self) -> None:
-        """Start a process and wait until it is ready, so that the first request need not.
-
-        One that does not start is started again for the first grammar.
-        """
+        """Start a process and wait until it is ready, so that the first request need not. One that
+        does not start is started again for the first grammar."""
         try:
             self._idle[0].start()
         except GrammarProcessLost as error:
@@ -195,10 +188,8 @@ class GrammarQueue:
 
     async def text(self, wanted: StructuredOutputsParams, client: Client) -> str:
         """Return a grammar as engines take it, or raise FieldError, which says what is wrong.
-
         Overloaded if too many others wait, or it took `MAX_GRAMMAR_WAIT_S`; GrammarProcessLost if
-        its process was ended from outside.
-        """
+        its process was ended from outside."""
         known = self._verdicts.known(wanted)
         if known is not None:
             return known
@@ -241,7 +232,6 @@ class GrammarQueue:
             _answer(dropped, Overloaded(RETRY_AFTER_S, limit))
 
     def _go_on(self) -> None:
-        """Begin what there is a process for."""
         while (job := self._turns.take(self._clock())) is not None:
             self._spawn(self._try(job, self._idle.pop()))
         if self._turns.are_waiting and self._cold:
@@ -253,7 +243,6 @@ class GrammarQueue:
         task.add_done_callback(self._tasks.discard)
 
     async def _start_another(self, process: GrammarProcess) -> None:
-        """Start a process for grammars that wait when it is ready."""
         try:
             await asyncio.to_thread(process.start)
         except GrammarProcessLost as error:

@@ -1,6 +1,5 @@
 """What is noted of a request while it is answered: numbers and names, nothing of a prompt or an
-answer, and no key. The ingress's metrics, its log lines and traces are made of it.
-"""
+answer, and no key. The ingress's metrics, its log lines and traces are made of it."""
 
 from __future__ import annotations
 
@@ -112,8 +111,6 @@ class SequenceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, over HTTP or by handle."""
-
     request_id: str
     """The client's X-Request-Id, or a new one."""
     path: str
@@ -169,7 +166,6 @@ class IngressCounts:
         self._counters["http_responses_total", path, str(status)] += 1
 
     def on_parsed(self, n: int, max_tokens: int | None) -> None:
-        """Count what a request that is admitted asks for."""
         self._histograms["request_params_n"].observe(n)
         if max_tokens is not None:
             self._histograms["request_params_max_tokens"].observe(max_tokens)
@@ -195,7 +191,6 @@ class IngressCounts:
         sequence.num_tokens, sequence.last_at = num_tokens, now
 
     def on_end(self, request: RequestRecord, sequence: SequenceRecord, finish_reason: str) -> None:
-        """Count a sequence that has ended, however it did."""
         now = time.monotonic()
         sequence.finish_reason, sequence.ended_at = finish_reason, now
         self._counters["request_success_total", finish_reason] += 1

@@ -1,8 +1,6 @@
 """Sampling parameters: what a request may ask for, and its resolution to what the engine takes.
-
 Names and defaults are those of vLLM's `SamplingParams`. A value that cannot be met is refused,
-never clamped; only a `max_tokens` that was not given shrinks to what is left.
-"""
+never clamped; only a `max_tokens` that was not given shrinks to what is left."""
 
 from __future__ import annotations
 
@@ -123,10 +121,7 @@ class _Bounded(PromptFields, frozen=True, kw_only=True):
 
 
 class SamplingParams(_Bounded, frozen=True, kw_only=True):
-    """How to generate from one prompt.
-
-    Raises FieldError when built with a value out of range or of another type.
-    """
+    """How to generate from one prompt. FieldError: a value is out of range or of another type."""
 
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must be; None: anything."""
@@ -193,12 +188,9 @@ class Resolver:
             self._grammar = Grammar(grammar_text(params.structured_outputs), eos)
 
     def choices(self, prompt_len: int, max_tokens_left: int | None = None) -> list[Sampling]:
-        """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
-
-        Choices differ in their seeds; the first one alone asks for the prompt's log-probabilities.
-        max_tokens_left bounds a `max_tokens` that was not given, as the model's length does.
-        FieldError if the prompt, max_tokens or min_tokens do not fit.
-        """
+        """Return what the engine needs for each choice; they differ in their seeds, and the first
+        one alone asks for the prompt's log-probabilities. `max_tokens_left` bounds a `max_tokens`
+        that was not given. FieldError if the prompt, max_tokens or min_tokens do not fit."""
         params = self._params
         first = Sampling(
             temperature=float(params.temperature),
@@ -252,7 +244,6 @@ def _another_choice(first: Sampling, index: int) -> Sampling:
 
 
 def _rules(params: SamplingParams) -> LogitRules | None:
-    """Return the rules, or None where they would change nothing."""
     # One bit per token up to the highest of these, lowest bit first.
     token_ids = params.allowed_token_ids or []
     allowed = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)

@@ -34,10 +34,8 @@ MAX_CHECKED_CHARS = 1 << 24
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text must be. Invariant: exactly one field is given.
-
-    Raises FieldError when built with another number of them, or with a value of another type.
-    """
+    """What the text must be. Invariant: exactly one field is given. Raises FieldError when built
+    with another number of them, or with a value of another type."""
 
     json: str | dict[str, Any] | bool | None = None
     """A JSON schema, as an object or as its text."""
@@ -64,7 +62,6 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The field that is given."""
         return next(name for name in self.__struct_fields__ if getattr(self, name) is not None)
 
     @property
@@ -170,7 +167,6 @@ class Verdicts:
     def find(
         self, vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams
     ) -> str:
-        """Return or raise what is known, or else what `check` finds."""
         text = self.known(wanted)
         if text is None:
             try:

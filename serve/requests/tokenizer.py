@@ -55,10 +55,7 @@ class WrittenTools(NamedTuple):
 
 
 class Tokenizer:
-    """A fast (Rust) tokenizer with what serving needs of it.
-
-    Invariant: no truncation and no padding is set on the Rust tokenizer.
-    """
+    """A fast (Rust) tokenizer. Invariant: no truncation and no padding is set on it."""
 
     def __init__(
         self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...], path: Path | None = None
@@ -118,9 +115,7 @@ class Tokenizer:
 
     def takes_parts(self, chat_template: str | None = None) -> bool:
         """Return whether a template reads a message's content as parts, and not as text alone.
-
-        Tried on a message: templates differ too much to be told apart by reading them.
-        """
+        Tried on a message: templates differ too much to be told apart by reading them."""
         if chat_template not in self._takes_parts:
             message = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
             text = self._try(message, chat_template=chat_template)
@@ -165,12 +160,9 @@ class Tokenizer:
         max_tokens: int | None = None,
         check: Callable[[], None] | None = None,
     ) -> list[int]:
-        """Return the token ids of `text`.
-
-        A long text is counted in pieces first where there is a limit, since the tokenizer takes
-        some 400 bytes for each token: TooManyTokens if they have more than `max_tokens`. `check` is
-        called between pieces, and may raise.
-        """
+        """Return the token ids of `text`; TooManyTokens if they are more than `max_tokens`. A long
+        text is counted in pieces first, since the tokenizer takes some 400 bytes for each token;
+        `check` is called between pieces, and may raise."""
         if max_tokens is not None and len(text) > PIECE_CHARS:
             num_tokens = 0
             for start in range(0, len(text), PIECE_CHARS):
@@ -205,11 +197,8 @@ class Tokenizer:
         **kwargs: Any,
     ) -> list[int]:
         """Return the token ids of the conversation, by default ready for the assistant's turn.
-
-        `kwargs` are those of transformers; others reach the template as variables. Templates run
-        in transformers' sandbox, which keeps them from the process but not from its time.
-        ChatTemplateError if there is none or it refuses; TooManyTokens as of `encode`.
-        """
+        `kwargs` are those of transformers; others reach the template as variables.
+        ChatTemplateError if there is none or it refuses; TooManyTokens as of `encode`."""
         if not self._hf.chat_template:
             raise ChatTemplateError(
                 "the model's checkpoint has no chat template; use /v1/completions or serve a "
@@ -264,7 +253,6 @@ class Tokenizer:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """Return the byte of a token spelt <0x0A>, or None for any other token."""
     found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     return bytes.fromhex(found[1]) if found else None
 
@@ -303,10 +291,8 @@ def detokenizer(
     tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
 ) -> ByteLevelDetokenizer | WindowDetokenizer:
     """Return the detokenizer of what follows a prompt, where the tokens in `skipped` have no text.
-
     Not tokenizers' DecodeStream: it decodes all bytes again for as long as they make no character,
-    raises where a byte-fallback run turns out to be invalid, and has no flush.
-    """
+    raises where a byte-fallback run turns out to be invalid, and has no flush."""
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skipped)
     return WindowDetokenizer(tokenizer, skipped, prompt_token_ids)
@@ -326,18 +312,14 @@ class ByteLevelDetokenizer:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """Return what is left when no token follows."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For all other vocabularies: decodes the last tokens with and without the new ones.
-
-    The tokens of the previous delta, at first the prompt's last ones, stay as context, since a
-    token that opens a text may lose its leading space. A run of byte-fallback tokens is text as
-    soon as they make a character. From the first byte that makes none each is U+FFFD, to the end
-    of the run; decoding all at once would turn the characters before it into U+FFFD as well.
-    """
+    """For all other vocabularies: decodes the last tokens with and without the new ones. The tokens
+    of the previous delta, at first the prompt's last ones, stay as context, since a token that
+    opens a text may lose its leading space. A run of byte-fallback tokens is text as soon as they
+    make a character; from the first byte that makes none each is U+FFFD, to the end of the run."""
 
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
@@ -368,10 +350,8 @@ class WindowDetokenizer:
         return self._take_bytes() + self._advance(self._decode())
 
     def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
-
-        The output may continue such a run, and change what it says.
-        """
+        """Return the last tokens of a prompt that have text, but for a run of bytes at its end. The
+        output may continue such a run, and change what it says."""
         end: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if self._has_no_text(token_id):
@@ -386,7 +366,6 @@ class WindowDetokenizer:
         return token_id in self._skipped or self._tokenizer.token(token_id) is None
 
     def _is_character(self) -> bool:
-        """Return whether the bytes that wait make a character."""
         if len(self._bytes) > MAX_UTF8_BYTES:
             return False
         try:

@@ -262,7 +262,10 @@ def test_that_fails_behind_a_name_that_is_longer_than_the_lines_of_a_terminal_ar
 """
 
 
-def test_why_a_test_failed_is_at_the_end_of_what_is_kept(tmp_path: Path) -> None:
+def test_why_a_test_failed_is_at_the_end_of_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # of the run that this test is part of
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_failing.py").write_text(FAILING)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n")

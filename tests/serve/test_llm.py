@@ -22,6 +22,14 @@ def llm() -> LLM:
     return LLM(max_num_seqs=4, dtype="float32", kv_memory="64MiB")
 
 
+def test_the_least_top_p_keeps_the_likeliest_token(llm: LLM) -> None:
+    least = SamplingParams(temperature=1, top_p=5e-324, max_tokens=8)
+    found, wanted = llm.generate(
+        ["What is 12 + 30?"] * 2, [least, SamplingParams(temperature=0, max_tokens=8)]
+    )
+    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
 def test_many_chats_are_answered_as_each_alone(llm: LLM) -> None:
     chats = [[{"role": "user", "content": f"What is {a} + 3?"}] for a in (14, 25, 36)]
     params = [SamplingParams(temperature=0, max_tokens=8), *[SamplingParams(temperature=0)] * 2]

@@ -41,10 +41,7 @@ MAX_WAITING = 10_000
 
 
 class KVPuller:
-    """A scheduler's `KVReader`: what it asks for is done by a thread of its own.
-
-    `doorbell` rings whenever `take_finished` has something.
-    """
+    """A scheduler's `KVReader`, on a thread of its own; `doorbell` rings when a read has ended."""
 
     def __init__(
         self,
@@ -142,11 +139,9 @@ class _Transport:
         self._holder(source).send(call)
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
-        """Return the answers that have come, with the blocks they carry.
-
-        Of each source up to the first with blocks: the others stay in its socket until these are
-        written, so a source whose answers have come never seems silent.
-        """
+        """Return the answers that have come, with the blocks they carry. Of each source up to the
+        first with blocks: the others stay in its socket until these are written, so a source whose
+        answers have come never seems silent."""
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, holder in list(self._holders.items()):
             try:
@@ -207,8 +202,7 @@ class _Transport:
         return holder.memory
 
     def _holder(self, source: KVSource) -> _Holder:
-        """Return the connection to a holder, a new one if there is none; an OSError if it has no
-        such address."""
+        """Return the connection to a holder, or a new one; OSError: it has no such address."""
         holder = self._holders.get(source)
         if holder is None:
             self._forget_the_gone()
@@ -238,8 +232,7 @@ class _Transport:
 
 
 class _Holder:
-    """What is open towards one holder: a connection, calls without an answer, and memory that is
-    mapped."""
+    """A connection to one holder, calls without an answer, and memory that is mapped."""
 
     def __init__(
         self,
@@ -250,8 +243,7 @@ class _Holder:
         ids: CallIds,
         block_bytes: int,
     ) -> None:
-        """Connect; an OSError if there is no such address. `ids` are of this reader's calls on any
-        connection."""
+        """Connect; OSError: there is no such address. `ids` are of all this reader's calls."""
         self.memory: BlockStore | None = None
         self.is_private = False
         """It is on this node, but its memory may not be looked into."""
@@ -286,8 +278,7 @@ class _Holder:
             self.socket.send_multipart(parts, zmq.NOBLOCK)
 
     def receive(self) -> list[tuple[KVAnswer, list[memoryview]]]:
-        """Return the answers that have come, up to the first with blocks; a `FrameError` if
-        something else has."""
+        """Return answers up to the first with blocks; FrameError: something else has come."""
         answers: list[tuple[KVAnswer, list[memoryview]]] = []
         while len(answers) < MAX_ANSWERS and self.socket.poll(0):
             answers.append(self._read(self.socket.recv_multipart(copy=False)))

@@ -51,11 +51,8 @@ class ProvedCall:
 
 class KVServer:
     """A thread that serves reads, renewals and releases of handoffs: the scheduler's
-    `HandoffHolder`.
-
-    The step thread may call `hold`, `drop` and `take_ended` at any time. `doorbell` rings whenever
-    a handoff ended and its blocks may be freed.
-    """
+    `HandoffHolder`. The step thread may call `hold`, `drop` and `take_ended` at any time.
+    `doorbell` rings whenever a handoff ended and its blocks may be freed."""
 
     def __init__(
         self,
@@ -192,10 +189,8 @@ class KVServer:
         return ProvedCall(peer, call_id, proof, decode(body, KVCall))
 
     def _answer_early(self) -> None:
-        """Answer the calls whose handoffs are held, in their order, and keep the others.
-
-        A handoff may reach its reader before the leader's order to hold it reaches a follower.
-        """
+        """Answer the calls whose handoffs are held, in their order, and keep the others. A handoff
+        may reach its reader before the leader's order to hold it reaches a follower."""
         if not self._early:
             return
         with self._lock:

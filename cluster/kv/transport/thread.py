@@ -15,8 +15,7 @@ class KVThreadDied(RuntimeError):
 
 
 class KVThread:
-    """Waits for sockets, a ring of `wake` or a deadline, and takes a turn after each. `doorbell`
-    rings if it dies."""
+    """Takes a turn after sockets, `wake` or a deadline. `doorbell` rings if it dies."""
 
     def __init__(
         self,

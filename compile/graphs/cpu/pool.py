@@ -1,8 +1,5 @@
-"""The memory of CPU step graphs.
-
-A tensor placed in a pool owns its bytes as long as it or a view of it is held. Segments are never
-given back, because a replay relies on every address in them.
-"""
+"""The memory of CPU step graphs. A tensor placed in a pool owns its bytes as long as it or a view
+of it is held. Segments are never given back, because a replay relies on every address in them."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ from compile.graphs.boundary import map_tensors
 
 
 class CpuGraphPool:
-    """Memory at fixed addresses that graphs share.
-
-    With `poison` every block is filled with NaN, or with the extreme integer, when it is handed
-    out, and by a replay where the captured step let go of it.
-    """
+    """Memory at fixed addresses that graphs share. With `poison` every block is filled with NaN, or
+    with the extreme integer, when it is handed out, and by a replay where the captured step let go
+    of it."""
 
     device = torch.device("cpu")
 
@@ -53,7 +48,6 @@ class CpuGraphPool:
         return self._arena.find(tensor.untyped_storage().data_ptr(), 0) is not None
 
     def place(self, num_bytes: int) -> tuple[Block, torch.UntypedStorage]:
-        """Return a block, and the storage that owns it."""
         block = self._arena.allocate(num_bytes)
         memory = self._arena.memory(block)
         weakref.finalize(memory, self._let_go.append, block).atexit = False
@@ -68,14 +62,11 @@ class CpuGraphPool:
         return freed
 
     def bytes_of(self, block: Block) -> torch.Tensor:
-        """Return a block as uint8, owning nothing."""
         return torch.frombuffer(self._arena.memory(block), dtype=torch.uint8)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same elements that owns nothing.
-
-        One from outside of the pool must not be touched once its owner is gone.
-        """
+        """Return a tensor of the same elements that owns nothing. One from outside of the pool must
+        not be touched once its owner is gone."""
         if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
@@ -110,8 +101,6 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes [start, stop) of a segment."""
-
     segment: int
     start: int
     stop: int
@@ -127,11 +116,9 @@ class _Segment:
 
 
 class Arena:
-    """Hands out blocks of memory, best fit first.
-
-    Invariant: live blocks are disjoint, and what they do not cover is in some segment's gaps.
-    The same sequence of calls gives the same blocks.
-    """
+    """Hands out blocks of memory, best fit first. Invariant: live blocks are disjoint, and what
+    they do not cover is in some segment's gaps. The same sequence of calls gives the same
+    blocks."""
 
     def __init__(self, segment_bytes: int = 1 << 20) -> None:
         """Reserve nothing yet; a segment is `segment_bytes` long, or as long as its first block."""
@@ -143,7 +130,6 @@ class Arena:
         return sum(len(segment.memory) for segment in self._segments)
 
     def allocate(self, num_bytes: int) -> Block:
-        """Return a block of at least `num_bytes` bytes."""
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         fitting = [
             (stop - start, i, start)

@@ -68,11 +68,9 @@ _state = _PerThread()
 
 
 class CpuStepGraph:
-    """One captured step: calls in order, by the forward context that they run under.
-
-    Arguments, host values and the forward context are those of the capture, as in a CUDA graph.
-    Invariant: it owns no tensor but scalars that the step made from host values.
-    """
+    """One captured step: calls in order, by the forward context that they run under. Arguments,
+    host values and the forward context are those of the capture, as in a CUDA graph. Invariant: it
+    owns no tensor but scalars that the step made from host values."""
 
     def __init__(self, pool: CpuGraphPool) -> None:
         self._pool = pool
@@ -80,11 +78,9 @@ class CpuStepGraph:
         self._is_inference = False
 
     def capture(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and record it; return its result, whose fresh tensors lie in the pool.
-
-        Raises CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a
-        tensor outside of the pool that is gone.
-        """
+        """Run `fn` and record it; return its result, whose fresh tensors lie in the pool. Raises
+        CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a tensor
+        outside of the pool that is gone."""
         recorder = Recorder(self._pool)
         with _capturing(), torch.no_grad(), recorder.active():
             result = fn()
@@ -133,7 +129,6 @@ class Recorder:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Record what this thread does inside."""
         try:
             with boundary.recording(self), self._modes.on():
                 yield
@@ -174,16 +169,13 @@ class Recorder:
                 self.collect()
                 return self._place(func(*args, **kwargs), set())[0]
             if name == "aten::lift_fresh":
-                return self._lifted(func(*args, **kwargs))
+                # A scalar that the step made from a host value; larger ones it keeps itself.
+                if (lifted := func(*args, **kwargs)).dim() == 0:
+                    self._constants.append(lifted)
+                return lifted
             if torch.Tag.inplace_view in func.tags:
                 return func(*args, **kwargs)
             return self._record(func, args, kwargs, name)
-
-    def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a scalar that the step made from a host value; larger ones it keeps itself."""
-        if tensor.dim() == 0:
-            self._constants.append(tensor)
-        return tensor
 
     def _record(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
@@ -206,9 +198,7 @@ class Recorder:
 
     def _place(self, value: Any, known: set[int]) -> tuple[Any, list[torch.Tensor | None]]:
         """Give every fresh tensor of `value` memory in the pool; what shares memory still does.
-
-        Returns the value with those tensors, and for each the alias that a replay must fill.
-        """
+        Returns the value with those tensors, and for each the alias that a replay must fill."""
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
 
@@ -261,11 +251,9 @@ class Recorder:
 
 
 class Modes:
-    """Both modes, which opaque code must not see.
-
-    Invariant: `_entered` are those on torch's stacks now. Torch takes a mode off its stack while
-    the mode handles a call, but leaves the other kind on.
-    """
+    """Both modes, which opaque code must not see. Invariant: `_entered` are those on torch's stacks
+    now. Torch takes a mode off its stack while the mode handles a call, but leaves the other kind
+    on."""
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         """Hand each op to `handle`, as function, arguments and keyword arguments."""
@@ -321,8 +309,6 @@ class Modes:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Hands every op on."""
-
     def __init__(self, handle: Callable[..., Any], stack: Modes) -> None:
         TorchDispatchMode.__init__(self)
         self._handle = handle
@@ -360,12 +346,10 @@ class _Reads(TorchFunctionMode):
 
 
 def value_read(name: str) -> CaptureError:
-    """Return the error of a step that reads a value by `name`."""
     return CaptureError(f"{name} at {where()}", "tensors that stay tensors", "a value read")
 
 
 def where() -> str:
-    """Return file and line of the step's code that runs now."""
     hidden = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -395,7 +379,6 @@ def _call(
     found: Any,
     targets: list[torch.Tensor | None],
 ) -> Call:
-    """Return the call that a replay makes, with frozen arguments, to fill the targets."""
     fn = function_of(fn, "cpu") or fn
     target = targets[0] if isinstance(found, torch.Tensor) else None
     if target is not None and name in COPIES:
@@ -415,10 +398,8 @@ def _call(
 
 
 def _call_and_move(call: Call, moves: list[tuple[int, int, int, torch.Tensor]]) -> None:
-    """Copy small outputs without the dispatcher, which takes longer than copying.
-
-    `moves`: for each output its place, the address and bytes it goes to, and the tensor there.
-    """
+    """Copy small outputs without the dispatcher, which takes longer than copying. `moves`: for each
+    output its place, the address and bytes it goes to, and the tensor there."""
     found = call()
     for i, address, num_bytes, target in moves:
         source = found[i]
@@ -485,9 +466,7 @@ def _reads_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 @functools.cache
 def _composite(func: Any) -> Callable[..., Any] | None:
     """Return the kernel of an ATen op that calls other ops, which in inference mode arrives whole.
-
-    `OpOverload.decompose` would prefer Python kernels, whose sums may run in another order.
-    """
+    `OpOverload.decompose` would prefer Python kernels, whose sums may run in another order."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
     return functools.partial(func._op_dk, key) if has_kernel and func.namespace == "aten" else None
@@ -515,7 +494,6 @@ class Freezer:
         return value
 
     def context(self, value: ForwardContext | None) -> ForwardContext | None:
-        """Return a forward context as a replay will see it."""
         frozen: ForwardContext | None = self.freeze(value, "forward context")
         return frozen
 
@@ -538,7 +516,6 @@ class Freezer:
 
 
 def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> None:
-    """Raise if a tensor has no address on `device`."""
     if tensor.device.type != device.type:
         raise CaptureError(name, f"a tensor on {device}", describe(tensor))
     if tensor.layout is not torch.strided:
@@ -549,7 +526,6 @@ def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> 
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape and device in words."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{dtype} {list(tensor.shape)} on {tensor.device}{layout}"

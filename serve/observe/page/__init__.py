@@ -33,7 +33,6 @@ HEADERS = {
 
 
 def routes() -> list[Route]:
-    """Return the routes of the page's files, which are read now."""
     return [Route(path, _answers(name, kind)) for path, (name, kind) in FILES.items()]
 
 

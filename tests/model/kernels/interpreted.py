@@ -146,7 +146,7 @@ class Scratch(TorchDispatchMode):
 def check_decode_splits(rng: random.Random) -> None:
     """How many parts each sequence is cut into follows from all lengths; the grid does not."""
     triton_decode.MIN_SPLIT_TOKENS = 16
-    triton_decode.num_sms = lambda _: 4
+    triton_decode.num_sms = lambda _: 16 // triton_decode.PROGRAMS_PER_SM
     tiles = triton_decode.decode_tiles
     triton_decode.decode_tiles = lambda *shape: dataclasses.replace(tiles(*shape), columns=16)
     long = rng.randint(500, 512)
@@ -360,6 +360,10 @@ def check_filters(rng: random.Random) -> None:
     with NoWaiting():
         found = triton_filters.filter_top_k_top_p(logits, top_k, top_p)
     compare(found, filters.filter_top_k_top_p(logits, top_k, top_p), exactly=True)
+    for asked in ((top_k, None), (None, top_p)):
+        with NoWaiting():
+            by_one = triton_filters.filter_top_k_top_p(logits, *asked)
+        compare(by_one, filters.filter_top_k_top_p(logits, *asked), exactly=True)
     for before, after, k, p in zip(logits, found, top_k, top_p, strict=True):
         assert k or p < 1 or torch.equal(before, after)
 
