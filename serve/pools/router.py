@@ -204,7 +204,7 @@ class _Call:
             if not self._is_let_go and not _is_cancelled():
                 # If a client leaves, Serve cancels its calls before the task that waits for them.
                 await asyncio.sleep(LEAVING_GRACE_S)
-                if not self._is_let_go and self._mailbox.num_ends < self._stage:
+                if self._mailbox.num_ends < self._stage and not self._is_let_go:
                     self._lose(FinishReason.KV_LOST, "replica: the call was cancelled")
         except PoolUnavailable as error:
             self._lose(FinishReason.REFUSED, f"pool: {last_line(error)[:MAX_ERROR_CHARS]}")
