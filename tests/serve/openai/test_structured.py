@@ -10,6 +10,7 @@ import signal
 import termios
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -291,6 +292,9 @@ def test_a_schema_whose_process_was_killed_is_tried_again(call: Any, llm: LLM) -
     """It gets 503 then, and is served the next time."""
     process = llm.tokenizer.grammars._idle[-1].start()  # the one that is taken next
     process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
 
     def kill() -> None:
         num_bytes = array.array("i", [0])
