@@ -263,8 +263,8 @@ async def _first_to_end(
 ) -> tuple[str, CallEnd | None] | None:
     """Wait for the first call that `is_end`, or for what `watch` names; return a rank's name and
     its end, what `watch` says and None, or None if no call is an end. After an error, a process
-    that dies within `BLAME_S` is to blame instead; of ranks that diverge, the one that most
-    accuse, with the end of one that accuses it: of two that accuse each other, both are named."""
+    that dies within `BLAME_S` is to blame instead. If ranks diverge, it is the one that most
+    others accuse; the end is that of an accuser, which it names as well."""
     watched = asyncio.ensure_future(watch)
     pending: set[asyncio.Future[Any]] = {*calls.values(), watched}
     ended = list[RankPlace]()

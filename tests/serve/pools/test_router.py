@@ -346,6 +346,14 @@ async def test_an_output_that_waits_in_the_socket_is_no_loss(
     assert pools.received == [[]]
 
 
+async def test_nothing_waits_behind_a_request_whose_last_output_has_come() -> None:
+    pools = Pools(mixed=[finish_at(0)])
+    assert await tokens_of(pools) == [7]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 @pytest.mark.parametrize("end", [RuntimeError("replica died"), asyncio.CancelledError()])
 async def test_a_prefill_replica_that_ends_after_its_handoff_wastes_no_decode(
     end: BaseException, monkeypatch: pytest.MonkeyPatch
