@@ -1,7 +1,7 @@
 """Admission: how many sequences, and how many bytes of requests, an ingress holds at once.
 
 1. A request takes one slot before its body is read, or gets a time to come back.
-2. Its body's bytes count until its prompts are token ids, of which none is longer than the model.
+2. Its body's bytes count until its prompts are token ids, and found short enough for the model.
 3. Once it is parsed it takes a slot for each of its sequences, and gives all back at its end.
 
 The queue is bounded by a count and by the wait that it means: `max_queue_wait_s` at the rate at

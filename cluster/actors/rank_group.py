@@ -263,8 +263,8 @@ async def _first_to_end(
 ) -> tuple[str, CallEnd | None] | None:
     """Wait for the first call that `is_end`, or for what `watch` names; return a rank's name and
     its end, what `watch` says and None, or None if no call is an end. After an error, a process
-    that dies within `BLAME_S` is to blame instead; of ranks that diverge, the one that most
-    accuse, with the end of one that accuses it."""
+    that dies within `BLAME_S` is to blame instead. If ranks diverge, it is the one that most
+    others accuse; the end is that of an accuser, which it names as well."""
     watched = asyncio.ensure_future(watch)
     pending: set[asyncio.Future[Any]] = {*calls.values(), watched}
     ended = list[RankPlace]()
@@ -282,13 +282,16 @@ async def _first_to_end(
     if (left := pending - {watched}) and first.cause and not first.is_death:
         await asyncio.wait(left, timeout=BLAME_S)
     ends = {at: call.result() for at, call in calls.items() if call.done()}
-    accusations = [end for end in ends.values() if end.accused]
+    accused = {at: end.accused for at, end in ends.items() if end.accused}
     if dead := [at for at, end in ends.items() if end.is_death]:
         named = dead[0]
-    elif accusations:
-        num_accusers = Counter(end.accused for end in accusations)
-        accusation = max(accusations, key=lambda end: num_accusers[end.accused])
-        return accusation.accused, accusation
+    elif accused:
+        num_accusers = Counter(accused.values())
+        accuser = max(accused, key=lambda at: num_accusers[accused[at]])
+        name, end = accused[accuser], ends[accuser]
+        if name != accuser.name:
+            end = replace(end, cause=f"{accuser.name} found {end.cause}")
+        return name, end
     return named.name, ends[named]
 
 

@@ -57,8 +57,10 @@ class OutputSender:
                 by_peer[peer].append(output)
         lost: list[str] = []
         for peer, mine in by_peer.items():
-            if peer in self._given_up or not self._put(peer, mine):
+            if not self._put(peer, mine):
                 lost += [request_id for request_id, to in self._peers.items() if to == peer]
+        for request_id in lost:
+            del self._peers[request_id]
         for peer in [*self._given_up]:
             try:
                 self._socket.send_multipart((peer, GIVEN_UP), zmq.NOBLOCK)

@@ -9,6 +9,7 @@ import gc
 import math
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def part_graphs(
     with tempfile.TemporaryDirectory() as name:
         save_random_checkpoint(at, Path(name))
         wanted = run_sizes(make_runner(at, name, CompilationConfig(level=0), dtype))
-        runner = make_runner(at, name, compilation(level, mode, policy, sizes), dtype)
+        config = replace(compilation(level, mode, policy, sizes), use_inductor=at.has_inductor)
+        runner = make_runner(at, name, config, dtype)
         # A compiled piece does not round between its operations, as eager does.
         yield compared(runner, wanted, mode, title, 3e-2 if dtype == "bfloat16" else 1e-3)
         if (report := runner.forward.report) is not None:

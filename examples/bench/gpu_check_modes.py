@@ -10,6 +10,7 @@ import gc
 import math
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,9 +44,8 @@ def part_modes(at: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         save_random_qwen3(at, Path(name))
         for title, level, mode in MODES:
-            runner = ModelRunner(
-                RankContext(make_config(at, name, compilation(level, mode, batches), batches))
-            )
+            config = replace(compilation(level, mode, batches), use_inductor=at.has_inductor)
+            runner = ModelRunner(RankContext(make_config(at, name, config, batches)))
             for batch in batches:
                 runner.execute(*agreed(runner, make_plan(batch, 0, PROMPT, COLUMNS)))
                 plan = make_plan(batch, PROMPT, 1, COLUMNS)

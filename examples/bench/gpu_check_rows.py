@@ -49,6 +49,14 @@ class Setting:
     def is_small(self) -> bool:
         return self.is_quick or self.device.type == "cpu"
 
+    @property
+    def has_inductor(self) -> bool:
+        """Whether pieces that are compared or timed are compiled; else they run as traced.
+
+        Building C++ would take most of a quick run on a CPU. The parts that start twice build it.
+        """
+        return self.device.type == "cuda" or not self.is_quick
+
     def pick(self, large: int, small: int) -> int:
         """Return the size that this machine can hold and finish."""
         return small if self.is_small else large

@@ -7,8 +7,8 @@
 4. *Prepare*: its prompts become token ids, and sampling is resolved against their length. A prompt
    that is too long gets 400, and so does an answer that could become too large.
 5. *Generate*: its sequences run (this and the previous one: `generation.py`).
-6. *Render*: the adapter turns what they produce into what is sent as JSON, once at the end or event
-   by event.
+6. *Render*: the adapter turns what they produce into the structs that are sent as JSON, once at the
+   end or event by event.
 7. *Send*: nothing until the first event, or the whole answer, exists, so that an error before that
    still has its own HTTP status. A later error is an event, followed by [DONE] unless events have
    types; a whole answer that has begun is cut off.

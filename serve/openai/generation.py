@@ -237,7 +237,7 @@ class Generation:
         except FieldError as error:
             raise error.renamed(adapter.request.spelling(error.field)) from error
         finally:
-            # What is still held of it is bounded by the model's length: the rest was refused.
+            # Its prompts fit the model, which bounds what is still held of the body.
             self.slot.hold(-self.slot.num_bytes)
 
     def _prepare_choices(self, grammar: str, check: Check) -> AnswerSize:

@@ -91,7 +91,6 @@ class Served(RunningLeader):
         assert outputs[-1].finish_reason == "length"
 
     def check_rest(self) -> None:
-        """Nothing is left of any request."""
         scheduler = self.leader.engine.scheduler
         wait_for(lambda: not scheduler.has_unfinished)
         check_scheduler(scheduler)
@@ -122,10 +121,7 @@ NAME = "absurd 000000"
 
 
 def good_frames(served: Served) -> list[Any]:
-    """Return frames that hold something in every field, and a handoff that this engine would take.
-
-    Its blocks are there to be read, but nobody answers where it says.
-    """
+    """Return frames with something in every field; nobody answers where the handoff says."""
     rules = LogitRules(0.5, 0.5, 1.1, (3, 4), (1.0, -2.0), b"\xff" * 32, 2)
     sampling = Sampling(0.8, 40, 0.9, 0.05, 7, NUM_TOKENS, (9, 300), 2, 3, rules, None)
     asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, b"")
@@ -181,19 +177,15 @@ def altered_frames(draw: st.DrawFn, served: Served) -> bytes:
     return msgspec.msgpack.encode(content)
 
 
-def send_absurd(served: Served, data: st.DataObject) -> None:
-    name = f"absurd {next(served.ids):06}".encode()
-    served.send(data.draw(altered_frames(served)).replace(NAME.encode(), name))
-    served.num_sent += 1
-    if served.num_sent % 20 == 0:
-        served.check()
-
-
 def test_nonsense_ends_no_leader(served: Served, fuzz: Callable[[int], settings]) -> None:
     @fuzz(NUM_FRAMES)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
-        send_absurd(served, data)
+        name = f"absurd {next(served.ids):06}".encode()
+        served.send(data.draw(altered_frames(served)).replace(NAME.encode(), name))
+        served.num_sent += 1
+        if served.num_sent % 20 == 0:
+            served.check()
 
     check()
 

@@ -48,35 +48,26 @@ def test_helpers_of_a_mode_follow_its_truth_table(
 
 
 @pytest.mark.feature("A06")
-@pytest.mark.parametrize(
-    ("level", "refused"),
-    [(0, (PIECEWISE, BOTH)), (1, (PIECEWISE, BOTH)), (2, (PIECEWISE, BOTH)), (3, ())],
-)
-def test_modes_with_pieces_need_level_3(level: int, refused: tuple[CUDAGraphMode, ...]) -> None:
-    for mode in MODES:
-        if mode not in refused:
-            assert CompilationConfig(level=level, cudagraph_mode=mode).graph_mode is mode
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_with_pieces_need_level_3_and_a_splitting_op(mode: CUDAGraphMode) -> None:
+    assert CompilationConfig(level=3, cudagraph_mode=mode).graph_mode is mode
+    refusals: list[tuple[dict[str, Any], str]] = [
+        (
+            {"level": level},
+            f"cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level {level} "
+            f"(pieces need level 3), found {mode.name!r}",
+        )
+        for level in range(3)
+    ]
+    wanted = f"wanted at least one op where cudagraph_mode is {mode.name}"
+    refusals.append(({"level": 3, "splitting_ops": ()}, f"splitting_ops: {wanted}, found []"))
+    for fields, line in refusals:
+        if mode not in (PIECEWISE, BOTH):
+            assert CompilationConfig(cudagraph_mode=mode, **fields).graph_mode is mode
             continue
         with pytest.raises(FieldError) as error:
-            CompilationConfig(level=level, cudagraph_mode=mode)
-        assert str(error.value) == (
-            f"compilation.cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level {level} "
-            f"(pieces need level 3), found {mode.name!r}"
-        )
-
-
-@pytest.mark.feature("A06")
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_with_pieces_need_a_splitting_op(mode: CUDAGraphMode) -> None:
-    if mode not in (PIECEWISE, BOTH):
-        CompilationConfig(level=3, cudagraph_mode=mode, splitting_ops=())
-        return
-    with pytest.raises(FieldError) as error:
-        CompilationConfig(level=3, cudagraph_mode=mode, splitting_ops=())
-    assert str(error.value) == (
-        f"compilation.splitting_ops: wanted at least one op where cudagraph_mode is {mode.name}, "
-        "found []"
-    )
+            CompilationConfig(cudagraph_mode=mode, **fields)
+        assert str(error.value) == f"compilation.{line}"
 
 
 DOUBLE = {"a.b": 1, "a": {"b": 2}}

@@ -13,7 +13,6 @@ from compile.context import (
     forward_context,
     get_forward_context,
     resumed_context,
-    static_forward_context,
 )
 
 
@@ -62,9 +61,3 @@ def test_a_nested_context_restores_the_outer_one_even_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="inside"), forward_context(inner):
         raise RuntimeError("inside")
     assert get_forward_context() == ForwardContext()
-
-
-@pytest.mark.feature("K06")
-def test_two_layers_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^layer_name: wanted a name for each.*'layer.0' twice$"):
-        static_forward_context([("layer.0", 1), ("layer.1", 2), ("layer.0", 3)])

@@ -47,19 +47,22 @@ def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.fixture
-def leave(tmp_path: Path) -> Callable[..., Path]:
-    """Compiles a toy of one piece and leaves its files, as a backend does; returns where."""
+class Root:
+    """The root of a cache, in which a toy of one piece is compiled and which is explained."""
 
-    def compiled(clock: int, **factors: str) -> Path:
-        config = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path))
+    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path, self._capsys = path, capsys
+
+    def leave(self, clock: int, **factors: str) -> Path:
+        """Compile the toy and leave its files, as a backend does; return where."""
+        config = CompilationConfig(level=3, compiler="eager", cache_dir=str(self.path))
         scope = CompileScope(config, tp_rank=1, key_factors={"dtype": "float32", **factors})
         cache = CompileCache.open(scope, "backbone", [])
         assert cache is not None
         manager = CompilerManager(scope, cache)
         graph = fx.symbolic_trace(lambda x: (x * 2,))
-        manager.compile(graph, [], index=0, shape=None, num_graphs=1, key="toy")
-        manager.compile(graph, [], index=0, shape=4, num_graphs=1, key="toy")
+        for shape in (None, 4):
+            manager.compile(graph, [], index=0, shape=shape, num_graphs=1, key="toy")
         (cache.directory / "report.json").write_text(REPORTED.to_json())
         (cache.directory / DYNAMO_GRAPH).write_text("the whole graph\n")
         (cache.directory / COMPUTATION_GRAPH).write_text("the split graph\n")
@@ -68,12 +71,14 @@ def leave(tmp_path: Path) -> Callable[..., Path]:
         os.utime(cache.shared / "cache_key_factors.json", (clock, clock))
         return cache.directory
 
-    return compiled
+    def explained(self, path: Path | None = None, *options: str) -> list[str]:
+        assert explain.main([str(path or self.path), *options]) == 0
+        return self._capsys.readouterr().out.splitlines()
 
 
-def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
-    assert explain.main([str(argument) for argument in arguments]) == 0
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Root:
+    return Root(tmp_path, capsys)
 
 
 @pytest.mark.feature("Q04")
@@ -86,15 +91,9 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> lis
         ("stitch", "the stitched function"),
     ],
 )
-def test_each_layer_can_be_read_in_full(
-    leave: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    layer: str,
-    wanted: str,
-) -> None:
-    leave(1)
-    lines = explained(capsys, tmp_path, "--layer", layer)
+def test_each_layer_can_be_read_in_full(root: Root, layer: str, wanted: str) -> None:
+    root.leave(1)
+    lines = root.explained(None, "--layer", layer)
     assert lines[0].startswith("# rank_1_0/backbone: ")
     assert lines.count(wanted) == 1
 
@@ -216,10 +215,8 @@ def test_the_graph_break_that_a_model_ends_at_is_told_with_its_place_and_a_remed
 
 
 @pytest.mark.feature("Q04")
-def test_a_checkpoint_is_started_by_the_offline_api(
-    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [line.strip() for line in explained(capsys, tiny_checkpoint)]
+def test_a_checkpoint_is_started_by_the_offline_api(root: Root, tiny_checkpoint: Path) -> None:
+    lines = [line.strip() for line in root.explained(tiny_checkpoint)]
     assert "graph break: none" in lines and "dtype = bfloat16" in lines
     splits = [line.rpartition(", ")[2] for line in lines if line.startswith("split:")]
     assert splits[1::2] == ["runs eagerly"] * 4 and len(splits) == 9
@@ -230,13 +227,11 @@ def test_a_checkpoint_is_started_by_the_offline_api(
 
 
 @pytest.mark.feature("Q08")
-def test_a_miss_names_the_factor_that_differed_from_the_nearest_older_directory(
-    leave: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    far = leave(1, dtype="float16", model="other").parents[1].name
-    near = leave(2, dtype="float32").parents[1].name
-    late = leave(3, dtype="bfloat16").parents[1].name
-    lines = explained(capsys, tmp_path)
+def test_a_miss_names_the_factor_that_differed_from_the_nearest_older_directory(root: Root) -> None:
+    far = root.leave(1, dtype="float16", model="other").parents[1].name
+    near = root.leave(2, dtype="float32").parents[1].name
+    late = root.leave(3, dtype="bfloat16").parents[1].name
+    lines = root.explained()
     assert [line for line in lines if not line.startswith(" ")] == [far, near, late]
     missed = [line.strip() for line in lines if "missed" in line]
     assert missed == [
@@ -248,26 +243,22 @@ def test_a_miss_names_the_factor_that_differed_from_the_nearest_older_directory(
     assert "  dtype = bfloat16" in lines
 
 
-def test_one_directory_of_a_root_can_be_asked_for(
-    leave: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = leave(1), leave(2, dtype="bfloat16")
+def test_one_directory_of_a_root_can_be_asked_for(root: Root) -> None:
+    first, second = root.leave(1), root.leave(2, dtype="bfloat16")
     for directory in (second.parents[1], second):
-        lines = explained(capsys, directory)
+        lines = root.explained(directory)
         assert [line for line in lines if not line.startswith(" ")] == [second.parents[1].name]
         assert first.parents[1].name not in lines[0]
 
 
-def test_damaged_files_are_named_and_are_no_reason_to_stop(
-    leave: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = leave(1)
+def test_damaged_files_are_named_and_are_no_reason_to_stop(root: Root) -> None:
+    directory = root.leave(1)
     (directory / "report.json").write_text("{}")
     for path in (directory.parents[1] / "artifacts").iterdir():
         path.write_bytes(b"")
     factors = directory.parents[1] / "cache_key_factors.json"
     factors.write_text(json.dumps({"dtype": "int8"}))
-    text = "\n".join(explained(capsys, tmp_path))
+    text = "\n".join(root.explained())
     assert "report: wanted the fields of a report" in text
     assert "unusable: artifact" in text
     assert "cache_key_factors.json is not what the directory was named after" in text

@@ -27,8 +27,8 @@ def check(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 RUNS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "models": (),
-    # Each level and data type is compiled anew. What the other modes do on a CPU is the matrix of
-    # `tests/cluster/parity`; here every kind of part is to run.
+    # What the other modes do on a CPU is the matrix of `tests/cluster/parity`; here every kind of
+    # part is to run.
     "graphs": (
         "modes",
         "graphs-0-NONE-shared",

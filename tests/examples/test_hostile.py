@@ -103,15 +103,5 @@ def test_an_overload_is_admitted_or_told_when_to_come_again(tmp_path: Path) -> N
     assert outcomes["200"] > 0 and outcomes.get("429", 0) + outcomes.get("503", 0) > 0
     assert report["overload"]["no_retry_after"] == report["overload"]["wrong"] == 0
     assert sum(outcomes.values()) == round(5 * report["arrivals_per_second"])
-    latencies = zip(
-        report["overload"]["total_s"].values(),
-        report["full_queue"]["total_s"].values(),
-        strict=True,
-    )
-    assert report["ratio"] == max(found / full for found, full in latencies)
-    for phase in ("unloaded", "full_queue", "overload"):
-        for latency in ("first_token_s", "total_s", "refusal_s"):
-            p50, p90, p99 = report[phase][latency].values()
-            assert p50 <= p90 <= p99
     is_late = report["recovery_s"] is None or report["recovery_s"] > 5
     assert done.returncode == (1 if report["ratio"] > 1.5 or is_late or late else 0)

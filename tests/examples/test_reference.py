@@ -80,13 +80,3 @@ def test_every_field_of_every_struct_has_a_meaning() -> None:
     for struct in STRUCTS:
         for name in struct.__struct_fields__:
             assert all(found[name]), name
-
-
-def test_bounds_and_values_are_those_of_the_code() -> None:
-    fields = {row[0].strip("`"): row for row in reversed(rows("requests"))}
-    assert fields["temperature"][3] == "a number from 0 to 1e+06"
-    assert fields["top_logprobs"][3] == "an integer from 0 to 20"
-    limits = {row[0].strip("`"): row for row in rows("limits")}
-    assert limits["MAX_STOP_STRINGS"][1:3] == ["`64`", "`serve/requests/sampling.py`"]
-    arguments = {row[0].strip("`"): row for row in rows("arguments")}
-    assert arguments["max_body_bytes"][2] == "`8388608` (8 MiB)"

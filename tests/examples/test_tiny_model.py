@@ -92,14 +92,11 @@ def test_checkpoint_is_at_most_8_mb() -> None:
 
 def test_shapes_split_over_four_ranks_and_fill_whole_tiles() -> None:
     config = AutoConfig.from_pretrained(CHECKPOINT)
-    assert config.architectures == ["LlamaForCausalLM"]
-    assert config.num_key_value_heads % 4 == 0
-    assert config.num_attention_heads % config.num_key_value_heads == 0
-    assert config.hidden_size % 128 == 0
-    assert config.intermediate_size % 128 == 0
-    assert config.vocab_size == len(tokenizer)
-    assert config.tie_word_embeddings
-    assert str(config.dtype).endswith("bfloat16")
+    assert config.architectures == ["LlamaForCausalLM"] and config.tie_word_embeddings
+    assert (config.vocab_size, str(config.dtype)) == (len(tokenizer), "torch.bfloat16")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    assert (heads % kv_heads, kv_heads % 4) == (0, 0)
+    assert (config.hidden_size % 128, config.intermediate_size % 128) == (0, 0)
 
 
 @given(st.text())
@@ -117,20 +114,12 @@ def test_every_digit_is_a_token_of_its_own(text: str) -> None:
 
 
 def test_chat_template_writes_every_role_and_opens_the_answer() -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Sort: 2 1."}]},
-        {"role": "assistant", "content": "1 2"},
-        {"role": "user", "content": "1+1?"},
-    ]
+    turns = [("system", "Be brief."), ("user", "Sort: 2 1."), ("assistant", "1 2"), ("user", "1?")]
+    messages: list[Any] = [{"role": role, "content": content} for role, content in turns]
+    messages[1]["content"] = [{"type": "text", "text": turns[1][1]}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nSort: 2 1.<|im_end|>\n"
-        "<|im_start|>assistant\n1 2<|im_end|>\n"
-        "<|im_start|>user\n1+1?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    wanted = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns]
+    assert text == "".join([*wanted, "<|im_start|>assistant\n"])
 
 
 def test_training_rows_are_what_the_chat_template_writes() -> None:

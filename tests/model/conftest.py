@@ -97,7 +97,6 @@ class Paged:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
-        self.dp_metadata: Any = None
         self.watch: AbstractContextManager[Any] = nullcontext()
         """Around each forward."""
         self.layers = model.attention_layers()
@@ -166,7 +165,7 @@ class Paged:
     def _forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor | None:
-        context = ForwardContext(self.layers, metadata, self.caches, dp_metadata=self.dp_metadata)
+        context = ForwardContext(self.layers, metadata, self.caches)
         with forward_context(context), self.watch:
             hidden = self.model(tokens, positions)
         assert hidden.isfinite().all()

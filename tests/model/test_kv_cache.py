@@ -22,17 +22,6 @@ def test_a_block_is_contiguous_bytes() -> None:
     assert pool[3].nbytes == SPEC.block_bytes == 3 * 2 * 4 * 2 * 8 * 2
 
 
-def test_views_share_the_pool() -> None:
-    pool = SPEC.allocate(5, CPU)
-    views = SPEC.views(pool, ["a", "b", "c"])
-    assert list(views) == ["a", "b", "c"]
-    views["b"].k_cache[4, 1] = 1.0
-    views["c"].v_cache[2, 3] = 2.0
-    assert (pool[4, 1, 0, 1] == 1).all()
-    assert (pool[2, 2, 1, 3] == 2).all()
-    assert views["a"].k_cache.shape == (6, 4, 2, 8)
-
-
 def test_pool_lives_in_given_storage() -> None:
     storage = bytearray(3 * SPEC.block_bytes)
     pool = SPEC.allocate(2, CPU, storage=memoryview(storage))

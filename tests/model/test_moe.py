@@ -244,35 +244,3 @@ def test_metadata_of_another_step_is_refused_before_any_collective(
             run(layer.module(shard), torch.randn(3, 12), counts)
 
     run_grid(2, 1, work)
-
-
-def test_data_parallel_models_share_experts_and_equal_one_rank(
-    make_checkpoint: Any, load: Any, paged: Any, run_grid: Callable[..., list[list[Any]]]
-) -> None:
-    """Whole models of 2 x 2 ranks, whose data-parallel ranks run prompts of their own."""
-    shape = {"num_local_experts": 8, "num_experts_per_tok": 3}
-    path, reference = make_checkpoint(family="Mixtral", **shape)
-    numbers = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(509, (n,), generator=numbers) for n in (19, 7)]
-    steps = [(12, 7), (7, 1)]
-
-    def work(shard: Shard) -> torch.Tensor:
-        assert shard.data is not None
-        runner, ids = paged(load(path, shard)[0]), prompts[shard.data.rank]
-        parts = []
-        for counts in steps:
-            runner.dp_metadata = DPMetadata(counts)
-            done, n = runner.lengths.get("a", 0), counts[shard.data.rank]
-            chunk = ids[done : done + n]
-            # A rank that has nothing left to do runs along on padding.
-            found = runner.step(
-                {"a": chunk} if len(chunk) else {}, num_padding_decodes=int(not len(chunk))
-            )
-            parts += [found["a"]] if "a" in found else []
-        return torch.cat(parts) if parts else torch.empty(0)
-
-    for (found, other), ids in zip(run_grid(2, 2, work), prompts, strict=True):
-        with torch.inference_mode():
-            wanted = reference(ids[None]).logits[0]
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
-        assert not len(other)

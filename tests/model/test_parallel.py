@@ -15,7 +15,6 @@ from compile.errors import FieldError
 from model import parallel
 from model.config import ModelConfig
 from model.layers.decoder import CausalLM
-from model.layers.linear import kv_heads_of
 from model.parallel import Placement, Shard
 
 
@@ -24,12 +23,6 @@ from model.parallel import Placement, Shard
 def test_slices_cover_everything_once(total: int, size: int) -> None:
     covered = [i for rank in range(size) for i in range(total)[Shard(rank, size).slice(total)]]
     assert covered == list(range(total))
-
-
-def test_one_rank_is_the_identity() -> None:
-    t = torch.arange(6.0).view(2, 3)
-    assert Shard().all_reduce(t) is t
-    assert Shard().gather(t, dim=0) is t
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -52,28 +45,6 @@ def test_a_shard_is_found_by_the_name_of_its_group(run_ranks: Any) -> None:
     assert Shard.named("") == Shard()
     with pytest.raises(LookupError, match="group_name: wanted a registered group"):
         Shard.named("nobody's")
-
-
-def test_every_query_head_finds_its_kv_head() -> None:
-    for size, num_heads, num_kv_heads in [(2, 8, 4), (4, 8, 4), (4, 8, 2), (8, 8, 1), (1, 6, 3)]:
-        for rank in range(size):
-            count, first = kv_heads_of(num_kv_heads, Shard(rank, size))
-            heads = num_heads // size
-            wanted = {
-                head * num_kv_heads // num_heads for head in range(rank * heads, (rank + 1) * heads)
-            }
-            assert wanted == set(range(first, first + count))
-
-
-def test_a_grids_ranks_hold_every_expert_once() -> None:
-    for dp_size, tp_size in [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)]:
-        held = [
-            Shard(rank, tp_size, data=Shard(dp_rank, dp_size, kind="dp")).own_experts(36)
-            for dp_rank in range(dp_size)
-            for rank in range(tp_size)
-        ]
-        assert [expert for experts in held for expert in experts] == list(range(36))
-        assert {len(experts) for experts in held} == {36 // len(held)}
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
@@ -159,24 +130,6 @@ def test_sizes_that_change_run_in_one_graph(dim: int, run_ranks: Any) -> None:
     (graph,) = graphs
     (call,) = [node for node in graph.graph.nodes if node.target is parallel.all_gather]
     assert all(isinstance(size, torch.fx.Node) for size in call.args[1])
-
-
-def test_a_sum_runs_in_a_graph_and_writes_into_its_argument(run_ranks: Any) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def work(shard: Shard) -> tuple[bool, torch.Tensor]:
-        def total(x: torch.Tensor) -> torch.Tensor:
-            return shard.all_reduce(x) + 1
-
-        entry = traced(total, graphs) if shard.rank == 0 else total
-        x = torch.full((3,), shard.rank + 1.0)
-        found = entry(x)
-        return torch.equal(found, x + 1), found
-
-    for is_written, found in run_ranks(RANKS, work):
-        assert is_written
-        assert found.tolist() == [7.0] * 3
-    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 2, 2], [2, 9, 9, 2]])

@@ -1,5 +1,4 @@
-"""A captured step of a real model equals the eager one, whatever its inputs hold, with one token of
-each sequence or with several."""
+"""A captured step of a real model equals the eager one, whatever its inputs hold."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ FULL = CUDAGraphMode.FULL
 MAX_BLOCKS_PER_SEQ = 16
 
 
-def replaying(paged: Any, query_len: int) -> Any:
-    """Return a class of runners whose steps of `query_len` tokens each replay a full graph."""
+def replaying(paged: Any) -> Any:
+    """Return a class of runners whose decode steps replay a full graph."""
 
     class Replaying(paged):  # type: ignore[misc]
         wrapper: CUDAGraphWrapper | None = None
@@ -33,7 +32,7 @@ def replaying(paged: Any, query_len: int) -> Any:
             self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
         ) -> torch.Tensor:
             num_seqs = len(metadata.seq_lens)
-            if len(tokens) != num_seqs * query_len:
+            if len(tokens) != num_seqs:
                 prefilled: torch.Tensor = super()._forward(tokens, positions, metadata)
                 return prefilled
             if self.wrapper is None:
@@ -51,20 +50,19 @@ def replaying(paged: Any, query_len: int) -> Any:
             return logits
 
         def _capture(self, num_seqs: int) -> None:
-            num_tokens = num_seqs * query_len
-            self.inputs = [torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2)]
+            self.inputs = [torch.zeros(num_seqs, dtype=torch.int64) for _ in range(2)]
             metadata = AttentionMetadata(
-                num_decodes=num_seqs if query_len == 1 else 0,
-                cu_seqlens_q=torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32),
-                seq_lens=torch.full((num_seqs,), query_len, dtype=torch.int32),
+                num_decodes=num_seqs,
+                cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32),
+                seq_lens=torch.ones(num_seqs, dtype=torch.int32),
                 block_table=torch.zeros(num_seqs, MAX_BLOCKS_PER_SEQ, dtype=torch.int32),
-                slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+                slot_mapping=torch.zeros(num_seqs, dtype=torch.int64),
             )
             self.context = ForwardContext(
                 self.layers,
                 metadata,
                 self.caches,
-                batch_descriptor=BatchDescriptor(num_tokens, num_seqs, True),
+                batch_descriptor=BatchDescriptor(num_seqs, num_seqs, True),
                 cudagraph_runtime_mode=FULL,
             )
             pools = GraphPools(lambda: new_graph_pool(CPU))
@@ -93,7 +91,7 @@ def test_replayed_decode_steps_equal_eager_ones(
         monkeypatch.setattr(native, "run", lambda *_, **__: False)
         monkeypatch.setattr(packed_linear, "_kernel_rows", lambda _: 0)
     model, config = load(make_checkpoint(family=family)[0])
-    eager, graphs = paged(model), replaying(paged, 1)(model)
+    eager, graphs = paged(model), replaying(paged)(model)
     numbers = torch.Generator().manual_seed(0)
     prompts = {
         name: torch.randint(config.vocab_size, (n,), generator=numbers)
@@ -113,31 +111,3 @@ def test_replayed_decode_steps_equal_eager_ones(
     torch.set_num_threads(1)
     # The replays wrote the same keys and values.
     assert torch.equal(graphs.pool.nan_to_num(), eager.pool.nan_to_num())
-
-
-@pytest.mark.parametrize("query_len", [2, 3, 4])
-@pytest.mark.parametrize("num_seqs", [1, 3])
-def test_a_replayed_step_of_several_tokens_finds_those_of_single_steps(
-    make_checkpoint: Any, load: Any, paged: Any, query_len: int, num_seqs: int
-) -> None:
-    model, config = load(make_checkpoint()[0])
-    numbers = torch.Generator().manual_seed(0)
-    prompts = {
-        str(i): torch.randint(config.vocab_size, (5 + i,), generator=numbers)
-        for i in range(num_seqs)
-    }
-    single, several = paged(model), replaying(paged, query_len)(model)
-    tokens = {name: logits[-1].argmax() for name, logits in single.step(prompts).items()}
-    several.step(prompts)
-    for _ in range(3):
-        runs = {name: [token] for name, token in tokens.items()}
-        for _ in range(query_len):
-            logits = single.step({name: run[-1].reshape(1) for name, run in runs.items()})
-            for name, run in runs.items():
-                run.append(logits[name][-1].argmax())
-        found = several.step({name: torch.stack(run[:-1]) for name, run in runs.items()})
-        for name, run in runs.items():
-            assert torch.equal(found[name].argmax(dim=1), torch.stack(run[1:]))
-        tokens = {name: run[-1] for name, run in runs.items()}
-    key = BatchDescriptor(num_seqs * query_len, num_seqs, True)
-    assert several.wrapper.num_replays == {key: 3}

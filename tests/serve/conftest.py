@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ SERVE = Path(sys.executable).with_name("serve")
 FIGURES = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
 Ranks = dict[str, list[dict[str, Any]]]
 """By pool: what `/ready` tells of each rank."""
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+"""By name and labels: a figure of `/metrics`."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,22 +92,34 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.read().decode(), answer.headers["Content-Type"]
 
+    def totals(self) -> Series:
+        """Return all series that may never fall: of counters and histograms."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(self.metrics()[0])
+            if family.type in ("counter", "histogram")
+            for sample in family.samples
+        }
+
     def wait_until(
         self,
         is_met: Callable[[], Any],
         told: Callable[[], Any] | None = None,
         timeout_s: float = 900,
         period_s: float = 0.05,
-    ) -> None:
-        """Wait for something, and ask again what has no answer, or one without what is looked for.
+    ) -> Any:
+        """Return what `is_met` returns once that is true.
 
-        Fails with what is told, or with the log.
+        Asks again what has no answer, or one without what is looked for. Fails with what is told,
+        or with the log.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             with suppress(OSError, KeyError, ValueError):
-                if is_met():
-                    return
+                if found := is_met():
+                    return found
             assert time.monotonic() < deadline, told() if told else self.log.read_text()
             time.sleep(period_s)
 
@@ -180,9 +194,9 @@ def http_port(ray_cluster: Any, new_port: Callable[[], int]) -> Iterator[int]:
 
 
 def start_server(
-    args: list[str], *, ray_cluster: Any, port: int, log: Path, route: str = ""
+    args: Sequence[str | Path], *, address: str, port: int, log: Path, route: str = ""
 ) -> Server:
-    address = ray_cluster.address_info["gcs_address"]
+    """Start `serve run` with these arguments on a cluster, which `local` makes."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             [SERVE, "run", *args],
@@ -194,13 +208,27 @@ def start_server(
     return Server(f"http://127.0.0.1:{port}{route}", process, log, address)
 
 
+@pytest.fixture
+def start_serve() -> Iterator[Callable[..., Server]]:
+    """Start `serve run`: `start_serve([...], address="local", port=..., log=...)`."""
+    # Of who runs the tests in the background or under `nohup`: what they start would inherit it.
+    signals = (signal.SIGINT, signal.SIGHUP)
+    ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield start_server
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="session")
 def server(
     ray_cluster: Any, http_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """`serve run serve.app:deploy` without arguments: the bundled model, two pools."""
     log = tmp_path_factory.mktemp("serve") / "log"
-    started = start_server(["serve.app:deploy"], ray_cluster=ray_cluster, port=http_port, log=log)
+    address = ray_cluster.address_info["gcs_address"]
+    started = start_server(["serve.app:deploy"], address=address, port=http_port, log=log)
     try:
         started.wait_until_ready()
         yield started
@@ -223,11 +251,12 @@ def starting(ray_cluster: Any, port: int, directory: Path) -> Iterator[Callable[
     from ray import serve as ray_serve
 
     started: dict[str, Server] = {}
+    address = ray_cluster.address_info["gcs_address"]
 
     def start(name: str, *arguments: str, is_compiled: bool = True) -> Server:
         options = ["--name", name, "--route-prefix", f"/{name}", "serve.app:deploy", *arguments]
         started[name] = start_server(
-            options, ray_cluster=ray_cluster, port=port, log=directory / name, route=f"/{name}"
+            options, address=address, port=port, log=directory / name, route=f"/{name}"
         )
         started[name].wait_until_ready(is_compiled=is_compiled)
         return started[name]

@@ -98,33 +98,6 @@ def test_the_raw_bytes_of_a_stream(server: Any) -> None:
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
 
 
-@pytest.mark.feature("P06")
-def test_the_decode_rank_computes_no_prompt_and_no_kv_byte_is_lost(
-    server: Any, client: openai.OpenAI
-) -> None:
-    before = server.settled_ranks()
-    answers = [ask(client, f"What is {a} + 7?", max_tokens=16) for a in range(10, 16)]
-    prompt_tokens = sum(answer.usage.prompt_tokens for answer in answers)
-    cached = sum(answer.usage.prompt_tokens_details.cached_tokens for answer in answers)
-
-    def grown(ranks: dict[str, list[dict[str, Any]]], pool: str, name: str) -> int:
-        return int(ranks[pool][0][name] - before[pool][0][name])
-
-    def received(ranks: dict[str, list[dict[str, Any]]]) -> bool:
-        sent = grown(ranks, "prefill", "kv_bytes_sent")
-        return 0 < sent <= grown(ranks, "decode", "kv_bytes_received")
-
-    computed = prompt_tokens - cached
-    after = server.settled_ranks(
-        lambda now: grown(now, "prefill", "prompt_tokens_computed") >= computed and received(now)
-    )
-    assert grown(after, "prefill", "prompt_tokens_computed") == computed
-    assert grown(after, "decode", "prompt_tokens_computed") == 0
-    sent = grown(after, "prefill", "kv_bytes_sent")
-    assert sent == grown(after, "decode", "kv_bytes_received") > 0
-    assert after["prefill"][0]["pid"] != after["decode"][0]["pid"]
-
-
 @pytest.mark.feature("T01")
 def test_a_prompt_that_was_seen_is_found_in_the_prefix_cache(client: openai.OpenAI) -> None:
     question = "Count from 31 to 44. " * 6

@@ -40,12 +40,6 @@ def test_addresses_of_one_client_are_one(peer: str | None, expected: str) -> Non
     assert client(peer) == expected
 
 
-def test_a_proxy_that_tells_nobody_who_asks_makes_all_one() -> None:
-    """HAProxy connects from this machine, from where uvicorn believes the header."""
-    assert client("127.0.0.1", is_known=False) == UNKNOWN
-    assert client("192.0.2.9", "192.0.2.9", is_known=False) == UNKNOWN
-
-
 def test_an_address_that_may_come_from_a_header_is_not_believed() -> None:
     assert client("192.0.2.9", "192.0.2.9") == UNKNOWN
     assert client("192.0.2.9", "192.0.2.1, 192.0.2.9:77") == UNKNOWN

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +248,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
         ({"dtype": "int8"}, "dtype: wanted auto, float32, bfloat16, float16, found 'int8'"),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
+        ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),
         ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),
         ({"kv_memory": "0"}, "kv_memory: wanted at least 1 and less than 8 EiB, found '0'"),
         ({"kv_memory": "9" * 400}, "kv_memory: wanted at least 1 and less than 8 EiB, found "),
@@ -381,13 +381,6 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
         assert deploy_config(given).pools[0].engine == served
     dotted = {f"cc.{name}": json.dumps(value) for name, value in fields.items()}
     assert engine_config({"max_num_seqs": "8", **dotted}) == in_process
-
-
-@pytest.mark.feature("Q06")
-def test_the_offline_example_takes_the_file_of_a_server(printed: Any) -> None:
-    file = "config=examples/configs/bundled.yaml"
-    lines = printed(sys.executable, "examples/offline.py", file).splitlines()
-    assert lines[0] == "What is 12 + 30? -> 42"
 
 
 # vLLM's dashed options.

@@ -104,22 +104,18 @@ def run(
     return done.stdout + done.stderr
 
 
-def status_of(cluster: Cluster, application: str) -> dict[str, Any]:
-    """Return what `serve status` says of an application."""
+def told_by_status(cluster: Cluster) -> dict[str, Any]:
+    """Return by application what `serve status` says, which takes seconds to start."""
     printed = run(cluster, "serve", "status")
-    found = yaml.safe_load(printed[printed.index("proxies:") :])["applications"]
-    return dict(found.get(application, {"status": "NONE"}))
+    return dict(yaml.safe_load(printed[printed.index("proxies:") :])["applications"])
 
 
-def wait_for_status(cluster: Cluster, application: str, wanted: str) -> dict[str, Any]:
-    """Wait for what the command would say, which takes seconds to start, and have it say so."""
-
+def wait_for_status(cluster: Cluster, application: str, wanted: str) -> None:
     def status() -> str:
         _, told = get(f"{cluster.dashboard}/api/serve/applications/")
         return str(told["applications"].get(application, {}).get("status")) if told else ""
 
     wait_until(lambda: status() == wanted, status)
-    return status_of(cluster, application)
 
 
 def wait_until_ready(url: str) -> None:
@@ -179,6 +175,8 @@ def test_two_applications_are_deployed_asked_and_shut_down(
     assert "Sent deploy request successfully" in run(cluster, "serve", "deploy", str(file))
     for name in ("one", "two"):
         wait_for_status(cluster, name, "RUNNING")
+    told = told_by_status(cluster)
+    assert [told[name]["status"] for name in ("one", "two")] == ["RUNNING"] * 2
     wait_until_ready(f"{url}/one")
     wait_until_ready(f"{url}/two/deeper")
     assert answer_of(f"{url}/one") == ("first", "42")
@@ -191,11 +189,13 @@ def test_two_applications_are_deployed_asked_and_shut_down(
     address = application("three", "/three", port=9000)
     file = deployable(tmp_path / "wrong.yaml", http_port, one, wrong, address)
     run(cluster, "serve", "deploy", str(file))
-    told = wait_for_status(cluster, "two", "DEPLOY_FAILED")["message"]
-    assert "decode.replicas: wanted int, found 'many'" in told
-    told = wait_for_status(cluster, "three", "DEPLOY_FAILED")["message"]
-    assert "port: wanted nothing outside of `serve run` (name it in http_options" in told
-    assert status_of(cluster, "one")["status"] == "RUNNING"
+    for name in ("two", "three"):
+        wait_for_status(cluster, name, "DEPLOY_FAILED")
+    told = told_by_status(cluster)
+    assert "decode.replicas: wanted int, found 'many'" in told["two"]["message"]
+    wanted = "port: wanted nothing outside of `serve run` (name it in http_options"
+    assert wanted in told["three"]["message"]
+    assert told["one"]["status"] == "RUNNING"
     assert answer_of(f"{url}/one") == ("first", "42")
 
     run(cluster, "serve", "shutdown", "-y")

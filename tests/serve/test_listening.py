@@ -1,9 +1,11 @@
-"""`host` and `port` are for `serve run serve.app:deploy`; what is taken is named in one line."""
+"""A `serve run` says in one line where it cannot listen, and ends where a pool fails for good."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import click
@@ -11,9 +13,10 @@ import pytest
 import ray
 from ray.serve.config import HTTPOptions
 
+from cluster.actors.gcs_store import FailedStart
 from compile.errors import FieldError
-from serve import serve_run
-from serve.app import deploy
+from serve import app, serve_run
+from serve.app import StartWatch
 from serve.serve_run import check_free, check_same, listen
 
 
@@ -24,10 +27,9 @@ def test_an_address_is_refused_outside_of_serve_run(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests start a cluster
     name, value = given.split("=")
     with pytest.raises(SystemExit):
-        deploy({name: value})
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"{name}: wanted nothing outside of `serve run` (name it in http_opt")
-    assert printed.count("\n") == 1
+        app.deploy({name: value})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{name}: wanted nothing outside of `serve run` (name it in http_opt")
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", None])
@@ -74,3 +76,38 @@ def test_a_taken_port_ends_serve_run_with_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
         serve_run._start({"host": "127.0.0.1", "port": taken.getsockname()[1]})
     assert "wanted one that is free" in capsys.readouterr().err
+
+
+class Failed:
+    """The notes of pools of which each has failed for good."""
+
+    def __init__(self, config_hash: str) -> None:
+        self._failed = FailedStart("CannotCompile: no", is_final=True)
+
+    def forget(self, pool: str) -> None:
+        pass
+
+    def of(self, pool: str) -> FailedStart:
+        return self._failed
+
+
+@pytest.mark.feature("R01")
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["terminal", "background of a script"])
+def test_a_start_that_fails_for_good_ends_the_process(
+    is_ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It interrupts `serve run`, also where SIGINT is ignored."""
+    monkeypatch.setattr(app, "FailedStarts", Failed)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    wanted = signal.SIG_IGN if is_ignored else signal.default_int_handler
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, wanted),
+        signal.SIGUSR1: signal.getsignal(signal.SIGUSR1),
+    }
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            StartWatch("hash", ["mixed"]).start()
+            time.sleep(10)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

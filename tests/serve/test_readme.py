@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -68,7 +67,14 @@ def test_the_client_snippet(server: Any, shell: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("R05")
-@pytest.mark.parametrize("arguments", ["", " -O0 -cc.use_cudagraph=false"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        " -O0 -cc.use_cudagraph=false",
+        pytest.param(" config=examples/configs/bundled.yaml", marks=pytest.mark.feature("Q06")),
+    ],
+)
 def test_the_offline_example(shell: Any, arguments: str) -> None:
     printed = shell(f"python examples/offline.py{arguments}")
     assert printed.splitlines()[-3:] == [
@@ -103,35 +109,20 @@ def test_the_command_with_arguments_asks_for_two_decode_replicas() -> None:
 
 @pytest.mark.slow
 @pytest.mark.feature("R01")
-def test_the_yaml_file_starts_everything_from_nothing(tmp_path: Path, free_port: int) -> None:
+def test_the_yaml_file_starts_everything_from_nothing(
+    start_serve: Any, tmp_path: Path, free_port: int
+) -> None:
     """A cluster of its own, as on a fresh machine, with YAML arguments; ended by an interrupt."""
     config = yaml.safe_load((ROOT / "examples/configs/tiny.yaml").read_text())
     assert "serve run examples/configs/tiny.yaml" in README
     config["http_options"]["port"] = free_port
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
-    log = tmp_path / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [BIN / "serve", "run", tmp_path / "tiny.yaml"],
-            cwd=ROOT,
-            env=os.environ | {"RAY_ADDRESS": "local"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            # Who runs these tests in the background may have interrupts ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    url = f"localhost:{free_port}"
+    file, log = tmp_path / "tiny.yaml", tmp_path / "log"
+    file.write_text(yaml.safe_dump(config))
+    app = start_serve([file], address="local", port=free_port, log=log)
     try:
-        deadline = time.monotonic() + 900  # it compiles
-        while True:
-            done = subprocess.run(["curl", "-s", f"{url}/ready"], capture_output=True, text=True)
-            if '"status":"ready"' in done.stdout:
-                break
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        command = ["curl", "-s", f"{url}/v1/chat/completions", "-d", QUESTION]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert '"content":"42"' in done.stdout
+        app.wait_until_ready(is_compiled=False)
+        answer = httpx.post(f"{app.url}/v1/chat/completions", content=QUESTION, timeout=600)
+        assert '"content":"42"' in answer.text
     finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=600) == 0, log.read_text()
+        app.process.send_signal(signal.SIGINT)
+        assert app.process.wait(timeout=600) == 0, log.read_text()

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -33,19 +32,8 @@ pytestmark = pytest.mark.ray
 
 QUESTIONS = ["Count from 3 to 9.", "What is 12 + 30?", "Sort 5 2 9.", "Count from 11 to 19."]
 MAX_TOKENS = 300
-LIMIT_S = 900.0
-"""For another process to compile, or a group to be rebuilt, on a machine that does much else."""
 OPTIONS = ("dtype=float32", "kv_memory=64MiB")
 Answers = dict[str, list[int]]
-
-
-def wait_until(is_met: Callable[[], Any], told: Callable[[], Any], period_s: float = 0.1) -> Any:
-    """Return what `is_met` returns once that is true; fail with what is told after a long time."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := is_met()):
-        assert time.monotonic() < deadline, told()
-        time.sleep(period_s)
-    return found
 
 
 @dataclass
@@ -126,24 +114,20 @@ class Streams:
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Wait until every client has got as many more."""
-        before = list(self.num_tokens_of)
-        wait_until(
-            lambda: (
-                min(now - then for now, then in zip(self.num_tokens_of, before, strict=True))
-                >= num_tokens
-            ),
-            lambda: (self.num_tokens_of, self.failures),
-        )
+        self._wait_for_more(self.num_tokens_of, num_tokens)
 
     def wait_until_new(self) -> None:
         """Wait until what every client asks for is younger than this call.
 
         A request that is struck three times is given up: it may be what kills its ranks.
         """
-        before = list(self.num_answers_of)
-        wait_until(
-            lambda: all(n > then for n, then in zip(self.num_answers_of, before, strict=True)),
-            lambda: (self.num_answers_of, self.failures),
+        self._wait_for_more(self.num_answers_of, 1)
+
+    def _wait_for_more(self, counts: list[int], num: int) -> None:
+        wanted = [count + num for count in counts]
+        self.app.wait_until(
+            lambda: all(now >= least for now, least in zip(counts, wanted, strict=True)),
+            lambda: (counts, self.failures),
         )
 
 
@@ -156,10 +140,6 @@ def answers() -> Answers:
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = llm.chat([[{"role": "user", "content": each}] for each in QUESTIONS], greedy)
     return {q: each.outputs[0].token_ids for q, each in zip(QUESTIONS, outputs, strict=True)}
-
-
-def log_of(app: Any) -> str:
-    return str(app.log.read_text())
 
 
 # Ranks that fail.
@@ -176,7 +156,7 @@ def wait_for_name(app: Any, pool: str, epoch: int) -> str:
         assert status == 503 and replica["state"] == "restarting"
         return str(error)
 
-    return str(wait_until(named, lambda: log_of(app)))
+    return str(app.wait_until(named))
 
 
 def wait_for_restart(app: Any, pool: str, epoch: int) -> str:
@@ -192,7 +172,7 @@ def wait_for_restart(app: Any, pool: str, epoch: int) -> str:
         ranks = replica["ranks"]
         return bool(status == 200 and ranks and all(rank["epoch"] == epoch for rank in ranks))
 
-    wait_until(is_back, lambda: log_of(app))
+    app.wait_until(is_back)
     return named
 
 
@@ -207,7 +187,7 @@ def strike(
     [actors] = ray.get(board.actors.remote())[pool].values()
     place, action, altered = fault
     arm_actor(actors[rank], Fault(place, action, str(note), altered))
-    wait_until(note.exists, lambda: log_of(app))
+    app.wait_until(note.exists)
     return int(note.read_text().split()[0])
 
 
@@ -224,7 +204,7 @@ def wait_for_capture(app: Any, *, rank: int, epoch: int) -> int:
         is_there = ranks and ranks[rank]["epoch"] == epoch
         return int(ranks[rank]["pid"]) if is_there and (is_capturing or status == 200) else 0
 
-    return int(wait_until(pid, lambda: log_of(app), period_s=0.02))
+    return int(app.wait_until(pid, period_s=0.02))
 
 
 @pytest.mark.slow
@@ -390,9 +370,8 @@ def test_hundreds_of_schemas_fit_while_a_rank_is_killed(pools: Any) -> None:
         os.kill(before["pid"], signal.SIGKILL)
         num_ended = sum(each.result() for each in asked)
     assert num_ended > 0.8 * num_schemas, "the others were cut by their length"
-    figures, _ = pools.metrics()
-    found = re.findall(r"^lockstep:num_preemptions_total\{.*?\} (\S+)$", figures, re.MULTILINE)
-    assert sum(map(float, found)) > 0
+    name = "lockstep:num_preemptions_total"
+    assert sum(value for (found, _), value in pools.totals().items() if found == name) > 0
     assert [rank["epoch"] for rank in pools.ready_ranks("decode")] == [before["epoch"] + 1]
 
 
@@ -420,7 +399,7 @@ def stages(app: Any) -> list[int]:
     return [rank["agreements"][-1]["stage"] for rank in debug_ranks(app) if rank.get("agreements")]
 
 
-def compiler_of(pid: int) -> int:
+def compiler_of(app: Any, pid: int) -> int:
     """Return the process that compiles for a rank."""
 
     def found() -> int:
@@ -430,7 +409,7 @@ def compiler_of(pid: int) -> int:
                     return child.pid
         return 0
 
-    return int(wait_until(found, lambda: f"rank {pid}: no process that compiles"))
+    return int(app.wait_until(found, lambda: f"rank {pid}: no process that compiles"))
 
 
 def is_alive(pid: int) -> bool:
@@ -454,7 +433,7 @@ def wait_until_gone_over(app: Any) -> list[dict[int, dict[str, Any]]]:
             known.update({each["step"]: each for each in agreements})
         return not is_compiling
 
-    wait_until(has_gone_over, lambda: app.get("/ready"), period_s=0.5)
+    app.wait_until(has_gone_over, lambda: app.get("/ready"), period_s=0.5)
     return seen
 
 
@@ -511,18 +490,18 @@ def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nob
     with Streams(app, answers, MAX_TOKENS) as streams:
         streams.wait_for_tokens(5)
         pids = [rank["pid"] for rank in app.ready_ranks("mixed")]
-        compilers = [compiler_of(pid) for pid in pids]
+        compilers = [compiler_of(app, pid) for pid in pids]
         assert set(stages(app)) == {0}
         os.kill(pids[1], signal.SIGKILL)
-        wait_until(
-            lambda: all(rank["epoch"] == 1 for rank in app.ready_ranks("mixed", LIMIT_S)),
+        app.wait_until(
+            lambda: all(rank["epoch"] == 1 for rank in app.ready_ranks("mixed", 900)),
             lambda: app.get("/ready"),
         )
-        wait_until(
+        app.wait_until(
             lambda: not any(map(is_alive, compilers)),
             lambda: "a process that compiles outlives its rank",
         )
-        app.wait_until_ready(LIMIT_S)
+        app.wait_until_ready()
         streams.wait_for_tokens(2 * MAX_TOKENS)
     assert all(sum(rank["replays"].values()) > MAX_TOKENS for rank in debug_ranks(app))
 
@@ -536,7 +515,7 @@ def test_a_compiler_that_is_killed_leaves_its_group_serving_eagerly_and_says_why
     app = start_early(start_app, "early-loss", tmp_path / "cache", *more)
     with Streams(app, answers, MAX_TOKENS) as streams:
         follower = app.ready_ranks("mixed")[1]
-        os.kill(compiler_of(follower["pid"]), signal.SIGKILL)
+        os.kill(compiler_of(app, follower["pid"]), signal.SIGKILL)
         app.wait_until_ready()  # nothing is waited for any more
         streams.wait_for_tokens(2 * MAX_TOKENS)
     errors = [rank["compile_error"] for rank in app.ranks("mixed")]

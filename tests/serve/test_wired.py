@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -109,7 +108,8 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def app(start_shared_app: Callable[..., Any], collector: Collector) -> Any:
+def app(collector: Collector, start_shared_app: Callable[..., Any]) -> Any:
+    """Ends before the collector, for which its last spans would wait."""
     return start_shared_app("wired", *OPTIONS, f"otlp_traces_endpoint={collector.url}")
 
 
@@ -153,9 +153,8 @@ class Outage:
 
 def num_expired(app: Any) -> int:
     """Return how many leases have ended unread, of all prefill ranks."""
-    pattern = r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$"
-    found = re.findall(pattern, app.metrics()[0], re.MULTILINE)
-    return int(sum(map(float, found)))
+    name = "lockstep:kv_leases_expired_total"
+    return int(sum(value for (found, _), value in app.totals().items() if found == name))
 
 
 def is_idle(rank: dict[str, Any]) -> bool:
@@ -199,12 +198,6 @@ def complete(client: openai.OpenAI, prompt: str, **fields: Any) -> Any:
     )
 
 
-def replicas(app: Any, pool: str) -> list[list[dict[str, Any]]]:
-    """Return the ranks of each of a pool's replicas."""
-    found = app.get("/ready")[1]["pools"][pool]["replicas"]
-    return [replica["ranks"] for replica in found]
-
-
 @pytest.mark.feature("R18")
 def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
     app: Any, client: openai.OpenAI
@@ -216,7 +209,7 @@ def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
         complete(client.with_options(api_key="simsim"), "1 2 3", max_tokens=1)
 
 
-@pytest.mark.feature("R01", "P08", "R21")
+@pytest.mark.feature("R01", "P06", "P08", "R21")
 def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_prompts(
     app: Any, client: openai.OpenAI
 ) -> None:
@@ -246,10 +239,12 @@ def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_promp
         if all(rank["kv_bytes_received"] for rank in ranks["decode"]):
             break
         assert time.monotonic() < deadline, ranks
+    assert len({rank["pid"] for pool in ranks.values() for rank in pool}) == 4
     assert [rank["dp_rank"] for rank in ranks["prefill"]] == [0, 1]
     by_engine = [rank["prompt_tokens_computed"] for rank in ranks["prefill"]]
     assert sum(by_engine) == num_tokens and all(by_engine)
-    assert [len(each) for each in replicas(app, "decode")] == [1, 1]
+    replicas = app.get("/ready")[1]["pools"]["decode"]["replicas"]
+    assert [len(replica["ranks"]) for replica in replicas] == [1, 1]
     assert [rank["prompt_tokens_computed"] for rank in ranks["decode"]] == [0, 0]
 
 

@@ -162,8 +162,7 @@ def _two_tables(whole: Any, self: StaticTable, n: int) -> torch.Tensor:
         tables = self.__dict__.setdefault("_tables", [self.device, self.device.clone()])
         tables.reverse()
         self.__dict__["device"], self._view = tables[0], None
-    found: torch.Tensor = whole(self, n)
-    return found
+    return whole(self, n)
 
 
 @planted("padding in live slots under a replay", StepInputs, "_pad", FULL)
@@ -188,8 +187,7 @@ def _pads_live_slots(whole: Any, self: StepInputs, num_tokens: int, end: int, *s
 )
 def _reads_in_a_capture(whole: Any, self: StepForward, hidden: torch.Tensor) -> Scored:
     hidden.sum().item()
-    scored: Scored = whole(self, hidden)
-    return scored
+    return whole(self, hidden)
 
 
 @planted(

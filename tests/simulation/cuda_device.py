@@ -197,8 +197,6 @@ class CudaDevice:
         self.memory, self.pinned = Memory(), Memory()
         self._pools: dict[tuple[int, int], list[Block]] = {}
 
-    # --- order ---
-
     def reorder(self, order: Order, seed: int = 0) -> None:
         """Let work that is put in from now on run in another order."""
         self._order = order
@@ -239,10 +237,7 @@ class CudaDevice:
         finally:
             self.current = before
 
-    # --- memory ---
-
     def holds(self, value: Any) -> bool:
-        """Return whether a value is a tensor on the device."""
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return False
         return not isinstance(value, FakeTensor | FunctionalTensor) and self.memory.holds(value)
@@ -291,10 +286,7 @@ class CudaDevice:
 def bare_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a storage in the same memory that does not own it."""
     construct = torch._C._construct_storage_from_data_pointer
-    found: torch.UntypedStorage = construct(
-        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-    )
-    return found
+    return construct(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

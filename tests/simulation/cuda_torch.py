@@ -55,13 +55,11 @@ FROM_HOST = {torch.tensor, torch.as_tensor}
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Run with plain torch."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def is_cuda(device: Any) -> bool:
-    """Return whether an argument names a CUDA device."""
     return device is not None and torch.device(device).type == "cuda"
 
 
@@ -79,7 +77,6 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Model the op, or raise by its name."""
         kwargs = kwargs or {}
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_device = [tensor for tensor in tensors if self._device.holds(tensor)]
@@ -131,7 +128,6 @@ class Ops(TorchDispatchMode):
         return tuple(found) if len(found) > 1 else found[0] if found else None
 
     def _functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Put in an op whose results are new."""
         layouts = (func, self.makes_device_memory, _layout((args, kwargs)))
         if layouts not in self._metas:
             self._metas[layouts] = self._meta(func, args, kwargs)
@@ -146,7 +142,6 @@ class Ops(TorchDispatchMode):
         return outs[0] if is_one else type(metas)(outs)
 
     def _meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what an op returns, as meta tensors."""
         with unseen():
             args, kwargs = pytree.tree_map(_as_meta, (args, kwargs))
             if "device" in kwargs or self.makes_device_memory:
@@ -267,7 +262,6 @@ class Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, or what stands for it."""
         kwargs = dict(kwargs or {})
         own = self._own.get(func)
         if own is not None and (own == self._to or self._device.holds(args[0])):
@@ -310,7 +304,6 @@ class Functions(TorchFunctionMode):
     def _move(
         self, tensor: torch.Tensor, device: Any, dtype: torch.dtype, non_blocking: bool = False
     ) -> torch.Tensor:
-        """Return a copy on the other side."""
         with unseen():
             if is_cuda(device):
                 target = self._device.allocate(torch.empty_like(tensor, dtype=dtype, device="meta"))

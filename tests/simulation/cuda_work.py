@@ -70,8 +70,6 @@ LEASE_S = 30.0
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a trace."""
-
     prompt: list[int]
     params: SamplingParams
 
@@ -109,8 +107,6 @@ def _num_rule_copies(admission: RowAdmission) -> int:
 
 
 class Single:
-    """One engine: `LLM`."""
-
     def __init__(self, model: Path, device: str, options: dict[str, Any]) -> None:
         self._llm = LLM(model, device=device, **options)
         self._watched = Watched(self._llm.runner)
@@ -154,8 +150,6 @@ class Handover(KVPuller):
     def _post(self, command: Callable[[], None]) -> None:
         self._todo.append(command)
 
-    # --- what the reads need of the world ---
-
     def send(self, source: KVSource, call: KVCall) -> None:
         self._todo.append(lambda: self._answer(call))
 
@@ -173,9 +167,6 @@ class Handover(KVPuller):
 
     def is_mapped(self, source: KVSource) -> bool:
         return False
-
-    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
-        raise OSError("wanted a mapped source")
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         self._target.scatter(ids, blocks)
@@ -227,8 +218,6 @@ class _Side:
 
 
 class Pair:
-    """A prefill and a decode engine."""
-
     def __init__(self, model: Path, device: str, options: dict[str, Any]) -> None:
         config = engine_config({"model": str(model), "device": device, **options})
         self._prefill = _Side(replace(config, role=Role.PREFILL))
@@ -341,32 +330,22 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One way to serve."""
-
     family: str
     mode: str
     is_overlapped: bool = False
     is_pair: bool = False
-    """A prefill and a decode engine."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `LLM`."""
         overlap = "on" if self.is_overlapped else "off"
         return {**SIZES, **MODES[self.mode], "overlap": overlap}
 
-    @property
-    def name(self) -> str:
-        """Everything but the family."""
-        words = [self.mode, "overlapped" if self.is_overlapped else "plain"]
-        return " ".join(words + ["pair"] * self.is_pair)
-
     def __str__(self) -> str:
-        return f"{self.family} {self.name}"
+        words = [self.family, self.mode, "overlapped" if self.is_overlapped else "plain"]
+        return " ".join(words + ["pair"] * self.is_pair)
 
 
 def all_ways() -> list[Case]:
-    """Return every way to serve, for one family."""
     family = next(iter(FAMILIES))
     return [Case(family, *way) for way in product(MODES, (False, True), (False, True))]
 
@@ -415,7 +394,6 @@ def trace(seed: int) -> list[Request]:
 
 
 def start(case: Case, model: Path, device: str = "cuda") -> Single | Pair:
-    """Start what a case says."""
     torch._dynamo.reset()
     return (Pair if case.is_pair else Single)(model, device, case.options)
 
@@ -429,7 +407,6 @@ class Oracle:
         self._tokens: dict[tuple[str, int], list[list[int]]] = {}
 
     def tokens(self, family: str, seed: int) -> list[list[int]]:
-        """Return the tokens of a trace."""
         if family not in self._engines:
             model = checkpoint(self.root, family)
             self._engines[family] = start(Case(family, "eager"), model, "cpu")
@@ -439,7 +416,6 @@ class Oracle:
 
 
 def findings(wanted: list[list[int]], found: list[list[int]]) -> list[str]:
-    """Return which requests got other tokens than they should."""
     pairs = enumerate(zip(wanted, found, strict=True))
     return [f"tokens of request {i}: wanted {w}, found {f}" for i, (w, f) in pairs if w != f]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from sim_group import SimGroup, SimHandle
@@ -47,16 +47,13 @@ from cluster.wire.messages import (
 from serve.pools.directory import Directory, Leader
 from serve.pools.pool_core import PoolCore
 
-T = TypeVar("T")
-
-
 BUGS: dict[str, Plants] = {}
 
 
-def planted(part: str, name: str) -> Callable[[type[T]], type[T]]:
+def planted(part: str, name: str) -> Callable[[type], type]:
     """Let the bug of this name be a simulation with the class in place of a part."""
 
-    def plant(made: type[T]) -> type[T]:
+    def plant(made: type) -> type:
         plants = Plants()
         setattr(plants, part, made)
         BUGS[name] = plants

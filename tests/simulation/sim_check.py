@@ -12,7 +12,6 @@ from cluster.engine.sequence import Sequence, SequenceStatus
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert the invariants of queues, rows and blocks."""
     finished, handover = SequenceStatus.FINISHED, scheduler._handover
     queued = [*scheduler._waiting, *scheduler._ready, *scheduler.running]
     held, reads = handover._held.values(), handover._reading.values()

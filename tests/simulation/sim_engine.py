@@ -65,8 +65,6 @@ def make_request(
 
 @dataclass(frozen=True)
 class Shape:
-    """The limits of one engine."""
-
     num_blocks: int = 16
     block_size: int = 4
     max_num_seqs: int = 4
@@ -122,10 +120,7 @@ class FakeEngine:
         self.scheduler.add(Submit(request, handoff))
 
     def step(self) -> list[EngineOutput]:
-        """Run one step; fail where an invariant does not hold.
-
-        If overlapped, the outputs are those of the step before, as from `OverlappedEngine`.
-        """
+        """Run one step, checked; if overlapped, return the outputs of the one before."""
         outputs = self._step()
         check_scheduler(self.scheduler)
         self._check_outputs(outputs)
@@ -162,7 +157,6 @@ class FakeEngine:
         return self.scheduler.update(plan, SampledTokens(run(), [], []))
 
     def run(self, max_steps: int = 200) -> dict[str, list[EngineOutput]]:
-        """Step until nothing is left; return each request's outputs."""
         outputs: dict[str, list[EngineOutput]] = {}
         while self.scheduler.has_unfinished:
             assert self.num_steps < max_steps, f"unfinished after {max_steps} steps"
@@ -363,7 +357,6 @@ class Pair:
         return self.prefill.scheduler.has_unfinished or self.decode.scheduler.has_unfinished
 
     def run(self, max_ticks: int = 300) -> list[EngineOutput]:
-        """Let time pass until nothing is left; return all outputs."""
         outputs: list[EngineOutput] = []
         for _ in range(max_ticks):
             if not self.has_unfinished:
@@ -399,7 +392,6 @@ class Router:
                     self._later(arrival.abort_at, abort)
 
     def run(self, max_ticks: int) -> None:
-        """Let time pass until all is done; fail after `max_ticks`."""
         while self._due or self.pair.has_unfinished:
             assert self.pair.now < max_ticks, f"unfinished after {max_ticks} ticks"
             now, due = self.pair.now, self._due

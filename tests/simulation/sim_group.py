@@ -95,7 +95,6 @@ class SimHandle:
         return RankStats(place, rank.index, "node", state, scheduler=load), None, {}
 
     def stop(self) -> None:
-        """Tell the rank, a bit later."""
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"
         self._loop.after(0.05 * self._rng.random(), self._rank.tell_to_stop)
 
@@ -247,7 +246,7 @@ class SimGroup(RankGroup):
         self.loop.after(0.0, rank.device.kill)
         if error is not None and not isinstance(error, StepDivergence | ConnectionError):
             self.loop.fail(Violation("rank failed", f"{rank.name}: {error!r}"))
-        self.loop.after(NEWS_S, self._handle(rank).on_end, error)
+        self.loop.after(NEWS_S, self.handles[rank.index].on_end, error)
         if error is not None:
             self._pull_others(rank)
         elif not self._agreed[self._num_agreed[rank.dp_rank]].draining:
@@ -259,13 +258,8 @@ class SimGroup(RankGroup):
         if rank.process.is_dead:
             return
         rank.kill()
-        self.loop.after(NEWS_S * self.rng.random(), self._handle(rank).on_death)
+        self.loop.after(NEWS_S * self.rng.random(), self.handles[rank.index].on_death)
         self._pull_others(rank)
-
-    def _handle(self, rank: SimRank) -> SimHandle:
-        handle = self.handles[rank.index]
-        assert isinstance(handle, SimHandle)
-        return handle
 
     def _pull_others(self, rank: SimRank) -> None:
         self.loop.after(NEWS_S * self.rng.random(), self._break_collectives, rank.name)

@@ -132,7 +132,6 @@ class SimSender(StepSender):
         self.reports: deque[tuple[int, bytes]] = deque()
 
     def connect(self, followers: list[SimFollower]) -> None:
-        """Open links to and from the followers."""
         me, links = self._leader, list[Any]()
         for follower in followers:
             links.append(Link(me.group, follower.receiver.deliver, me, follower.index))

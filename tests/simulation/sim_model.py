@@ -67,7 +67,6 @@ class PagedModel:
         """The cells of each block: what ranks of other groups read."""
 
     def run(self, plan: StepPlan) -> list[int]:
-        """Compute a plan; return what it sampled."""
         return self.launch(plan)()
 
     def launch(self, plan: StepPlan) -> Callable[[], list[int]]:

@@ -49,7 +49,10 @@ LAST_STAGE = 4
 
 
 class SimRank:
-    """What all ranks are: a process whose phases are recorded, where faults strike."""
+    """What all ranks are: a process whose phases are recorded, where faults strike.
+
+    Leaders and followers add `run`, `last_step`, and `ring`, which wakes one that sleeps.
+    """
 
     def __init__(self, group: SimGroup, index: int) -> None:
         self.group = group
@@ -78,10 +81,6 @@ class SimRank:
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
 
-    def ring(self) -> None:
-        """Ring the doorbell: wake the rank if it sleeps. Called from the loop."""
-        raise NotImplementedError
-
     def start(self) -> None:
         """Run, and compile elsewhere. Called from the loop."""
         self.is_running = True
@@ -99,14 +98,6 @@ class SimRank:
         """Do what SIGKILL does. Called from the loop."""
         self.process.kill()
         self.device.kill()
-
-    def run(self) -> None:
-        """Step until the group ends."""
-        raise NotImplementedError
-
-    @property
-    def last_step(self) -> int:
-        raise NotImplementedError
 
     def due(self, kinds: tuple[str, ...]) -> Fault | None:
         fault = self.group.world.fault
@@ -140,8 +131,6 @@ class SimRank:
 
 
 class Job:
-    """One step's work."""
-
     def __init__(self, run: Callable[[], list[int]]) -> None:
         self.run = run
         self.drawn: list[int] | None = None
@@ -160,7 +149,6 @@ class HostDevice:
         job.drawn = job.run()
 
     def wait(self, job: Job) -> list[int]:
-        assert job.drawn is not None
         return job.drawn
 
     def kill(self) -> None:
@@ -190,14 +178,12 @@ class AsyncDevice:
             self._loop.after(0.0, self.process.wake, self.process.ticket)
 
     def wait(self, job: Job) -> list[int]:
-        """Wait until it has ended, and return what it drew."""
         self._is_awaited = True
         while job.drawn is None and job.error is None:
             self._rank.process.wait()
         self._is_awaited = False
         if job.error is not None:
             raise job.error
-        assert job.drawn is not None
         return job.drawn
 
     def kill(self) -> None:
@@ -239,7 +225,6 @@ class SimRunner:
         self.step_stats = rank.step_stats
         self.switch = rank.switch
         self.ended_step = 0
-        """The last one that was waited for."""
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
@@ -276,7 +261,6 @@ class SimRunner:
         return sampled
 
     def wait(self, launched: tuple[int, Job]) -> SampledTokens:
-        """Do what `ModelRunner.wait` does."""
         step, job = launched
         self.step_stats.run(step)
         sampled = self._rank.device.wait(job)
@@ -306,7 +290,6 @@ class SimRunner:
         return []
 
     def confirm(self, confirm: Callable[[], None]) -> None:
-        """Wait until all hold the step for the same."""
         confirm()
 
     def num_tokens(self, plan: StepPlan, across: tuple[int, ...]) -> int:
@@ -355,7 +338,7 @@ class SimLeader(SimRank):
             self._reader = plants.group_reader(self.puller, num_followers, tell)
         blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
         metadata = self.group.metadata(self.dp_rank)
-        scheduler: Scheduler = plants.scheduler(
+        return plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
             RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
@@ -363,7 +346,6 @@ class SimLeader(SimRank):
             if metadata is not None
             else None,
         )
-        return scheduler
 
     def start(self) -> None:
         """Make the engine and run. Called from the loop."""
@@ -421,7 +403,6 @@ class SimLeader(SimRank):
             self.group.on_agreement(self.dp_rank, agreed)
 
     def _sleep(self) -> None:
-        """Wait until something is to be done, here or on a peer."""
         self.step_stats.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
         if not (self._inbox.frames or self.peers.has_frames or self.has_rung or has_report):
@@ -477,7 +458,6 @@ class SimFollower(SimRank):
         self.receiver.ring()
 
     def run(self) -> None:
-        """Do what the leader says until it ends."""
         self.loop.run()
 
     def on_plan(self, frame: StepFrame) -> None:

@@ -105,15 +105,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
         is_both = self.in_transfer and self.kind != LOST_CALLS
         return f"{self.kind} in a transfer" if is_both else self.kind
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One client's request."""
-
     request_id: str
     at: float
     prompt: list[int]
@@ -161,7 +158,6 @@ class Schedule:
 
 
 def draw_schedule(seed: int) -> Schedule:
-    """Return the schedule of a seed."""
     rng = random.Random(seed)
     lease_s = rng.choice((0.3, 3.0))
     groups = _draw_groups(rng)

@@ -142,8 +142,6 @@ class Plants:
 
 @dataclass
 class Outcome:
-    """What came of a schedule."""
-
     schedule: Schedule
     finding: Violation | None = None
     num_steps: int = 0
@@ -175,8 +173,6 @@ def run_schedule(schedule: Schedule, plants: Plants | None = None) -> Outcome:
 
 
 class World:
-    """All of one simulation."""
-
     def __init__(self, schedule: Schedule, plants: Plants) -> None:
         self.schedule = schedule
         self.plants = plants
@@ -522,10 +518,7 @@ class World:
 
 
 def _is_named(fault: Fault, places: Sequence[RankPlace], reason: str) -> bool:
-    """Tell whether a group's end is what a fault must look like.
-
-    Where nobody can tell which of several ranks is at fault, any of them will do, and no other.
-    """
+    """Tell whether a group's end is what a fault must look like, of any rank that it may name."""
     names = [f"rank dp={at.dp_rank} tp={at.tp_rank} epoch={at.epoch}" for at in places]
     is_rank_right = any(reason.startswith(names[i]) for i in _suspects(fault, len(places)))
     return is_rank_right and any(text in reason for text in NAMED[fault.kind])

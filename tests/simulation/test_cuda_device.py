@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from cuda_bugs import BUGS
-from cuda_device import RUBBISH, STREAM_WAITS, CudaDevice, NotSimulated, Order, Stream
+from cuda_device import NotSimulated, Order
 from cuda_torch import simulated
 from cuda_work import (
     Case,
@@ -23,9 +23,6 @@ from cuda_work import (
     trace,
 )
 
-from cluster.kv.transport.store import BlockStore
-
-ORDERS: list[tuple[Order, int]] = [("late", 0), ("eager", 0), *(("random", i) for i in range(10))]
 SEED = 0
 NUM_RANDOM_ORDERS = 5
 """Times the factor of `--fuzz`."""
@@ -38,43 +35,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         more = all_ways() if metafunc.config.getoption("--fuzz") > 1 else []
         cases = [*drawn, *(way for way in more if way not in drawn)]
         metafunc.parametrize("case", cases, ids=str)
-
-
-@pytest.fixture(params=ORDERS, ids=str)
-def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    with simulated(*request.param) as device:
-        yield device
-
-
-def hand_over() -> tuple[list[bytes], torch.Tensor]:
-    """Read blocks of one pool and write them into another; return what was read and written."""
-    source = torch.arange(6 * 4, dtype=torch.uint8).view(6, 4).to("cuda")
-    target = torch.full((6, 4), RUBBISH, dtype=torch.uint8, device="cuda")
-    read = BlockStore(source).gather([5, 1, 2])
-    found = [bytes(block) for block in read]
-    BlockStore(target).scatter([1, 4, 3], read)
-    written = torch.full((6, 4), 0, dtype=torch.uint8, pin_memory=True)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        written.copy_(target, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-    return found, written
-
-
-def test_blocks_cross_whole_on_the_second_streams(device: CudaDevice) -> None:
-    found, target = hand_over()
-    assert found == [bytes(range(4 * i, 4 * i + 4)) for i in (5, 1, 2)]
-    assert [bytes(target[i].tolist()) for i in (1, 4, 3)] == found
-    # One for each direction, and one of the test's own.
-    assert device.counts[STREAM_WAITS] == 3
-
-
-def test_a_store_that_does_not_wait_for_its_stream_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Stream, "synchronize", lambda self: None)
-    with simulated("late"):
-        found, _ = hand_over()
-    assert found == [bytes([RUBBISH] * 4)] * 3
 
 
 def test_what_is_not_modelled_raises_by_name() -> None:

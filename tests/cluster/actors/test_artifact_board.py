@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from compile.config import CompilationConfig
+from cluster.config import EngineConfig
 
 pytestmark = pytest.mark.ray
 
@@ -18,13 +17,9 @@ NUM_PIECES = 3
 
 
 def config(oracle: Any, **compilation: Any) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(oracle.path),
-        max_model_len=64,
-        cache=CacheConfig(block_size=4, num_kv_blocks=40),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-        compilation=CompilationConfig(level=3, cudagraph_mode="NONE", **compilation),
-    )
+    from local_ranks import config_of  # which Ray's workers, that import this file, do not find
+
+    return config_of(oracle.path, level=3, cudagraph_mode="NONE", **compilation)
 
 
 def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
@@ -68,8 +63,7 @@ def test_nodes_fetch_what_one_of_them_compiles(
     assert sum(rank["compilations"] for rank in told) == num_compilations
     assert sum(rank["loaded"] for rank in told) == 2 * NUM_PIECES - num_compilations
     # Each has all artifacts on its own disk: its next start asks nobody.
-    for node in nodes:
-        [again] = ray.get([remote.remote(node, None)], timeout=600)
+    for again in ray.get([remote.remote(node, None) for node in nodes], timeout=600):
         assert (again["compilations"], again["cpp_builds"]) == (0, 0)
         assert again["loaded"] == NUM_PIECES
     ray.kill(board)

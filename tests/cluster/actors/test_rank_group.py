@@ -99,6 +99,16 @@ def test_who_dies_or_is_found_wrong_by_most_is_to_blame(
     assert asyncio.run(scenario()).startswith(f"rank dp={named} tp=0 epoch=2 ended: ")
 
 
+def test_two_that_find_each_other_wrong_are_both_named() -> None:
+    async def scenario() -> str:
+        made = group(*(Rank(run=(0.0, finds(other))) for other in (1, 0)))
+        await made.start()
+        return await made.wait_for_end()
+
+    found = "rank dp=0 tp=0 epoch=2 found rank dp=1 tp=0 epoch=2 step 7: kind: wanted 1, found 2"
+    assert asyncio.run(scenario()) == f"rank dp=1 tp=0 epoch=2 ended: {found}"
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_cannot_load_is_named_although_others_have_loaded(late: int) -> None:
     ranks = [Rank(), Rank()]

@@ -1,48 +1,329 @@
-"""Rank groups as real actors: placement, census, and who is named when one dies."""
+"""Groups of tp x dp real actors: they generate what one rank does, and name who dies.
+
+All step together, or each leader for itself. Ranks of one node stand in a row.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
+import re
 import signal
-import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from local_ranks import config_of
+from local_ranks import config_of, generate
 
 pytestmark = pytest.mark.ray
 
+TP_TOKENS, DP_TOKENS = 32, 24
+"""Of each answer."""
 
-@pytest.mark.feature("P19")
-def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
-    running_group: Any, reported: Any, oracle: Any
+
+def prompts_for(oracle: Any, seed: int, num_shared: int = 0) -> list[list[int]]:
+    """Return eight prompts; every other one begins with the same tokens, so many."""
+    rng = random.Random(seed)
+    vocab = oracle.model.config.vocab_size
+    head = [rng.randrange(vocab) for _ in range(num_shared)]
+    tails = [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(8)]
+    return [head + tail if i % 2 else tail for i, tail in enumerate(tails)]
+
+
+def check(oracle: Any, prompts: list[list[int]], results: list[list[int]], num_tokens: int) -> None:
+    for prompt, tokens in zip(prompts, results, strict=True):
+        assert len(tokens) == num_tokens
+        oracle.check_greedy(prompt, tokens)
+    oracle.report_ties()
+
+
+async def reported(group: Any) -> Any:
+    """Return a group's report, asked for again while its ranks are late, as right after a start."""
+    async with asyncio.timeout(600):
+        while True:
+            with suppress(TimeoutError):
+                return await group.report()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may be late on a busy machine."""
+    from cluster.actors import rank_group
+
+    monkeypatch.setattr(rank_group, "BLAME_S", 5.0)
+
+
+async def kill_a_follower(group: Any, report: Any) -> None:
+    """It is named as soon as Ray knows, whatever its leader, pulled out of a collective, raises."""
+    ended = asyncio.create_task(group.wait_for_end())
+    killed_at = time.monotonic()
+    os.kill(report.ranks[1].pid, signal.SIGKILL)
+    await group.runs[1]
+    died_at = time.monotonic()
+    name = await ended
+    named_at = time.monotonic()
+    print(f"{name!r} after {died_at - killed_at:.3f} s and {named_at - died_at:.3f} s")
+    assert name.startswith("rank dp=0 tp=1 epoch=0 ended:")
+    assert named_at - died_at < 10
+    # The leader is of no use any more: it was killed too.
+    async with asyncio.timeout(60):
+        while os.path.exists(f"/proc/{report.ranks[0].pid}"):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.feature("P01", "P19")
+@pytest.mark.parametrize(
+    ("shape", "size", "end"), [("odd vocabulary", 2, "killed"), ("one kv head", 4, "stopped")]
+)
+def test_ranks_of_a_group_generate_what_transformers_does(
+    running_group: Any, make_oracle: Callable[[str], Any], shape: str, size: int, end: str
 ) -> None:
+    """Three long sequences fill the pool: some are pre-empted. Prompts come in chunks.
+
+    In the end an idle follower is killed, and named; or all are stopped.
+    """
     import ray
 
-    engine = config_of(oracle.path, num_kv_blocks=100)
+    oracle = make_oracle(shape)
+    prompts = prompts_for(oracle, 21, num_shared=20)
+    engine = config_of(oracle.path, 128, num_kv_blocks=80, max_num_seqs=8, parallel=(size,))
 
     async def scenario() -> None:
-        async with running_group(engine, epoch=3) as group:
+        async with running_group(engine) as group:
+            first, _ = await generate(group.inboxes * len(prompts), prompts, TP_TOKENS)
+            again, num_cached = await generate(group.inboxes * 3, prompts[:3], TP_TOKENS)
+            check(oracle, prompts + prompts[:3], first + again, TP_TOKENS)
+            assert num_cached > 0
+
             report = await reported(group)
-            # Census: as many actors as places, each with a process, a place and a bundle.
-            places = [(r.place.dp_rank, r.place.tp_rank, r.place.epoch) for r in report.ranks]
-            assert places == [(0, 0, 3)]
+            assert [(r.place.dp_rank, r.place.tp_rank, r.state) for r in report.ranks] == [
+                (0, rank, "ready") for rank in range(size)
+            ]
+            # Census: as many processes as places and bundles.
             placed = ray.util.placement_group_table().values()
             [bundles] = [each["bundles"] for each in placed if each["state"] == "CREATED"]
-            assert len({r.pid for r in report.ranks}) == len(places) == len(bundles)
-            assert os.getpid() not in {r.pid for r in report.ranks}
-            assert [r.state for r in report.ranks] == ["ready"]
+            pids = {r.pid for r in report.ranks}
+            assert len(pids) == len(bundles) == size and os.getpid() not in pids
+            assert len(group.inboxes) == 1
+            [step] = {r.step for r in report.ranks}
+            assert step > 0
             scheduler = report.ranks[0].scheduler
-            assert scheduler.num_blocks == scheduler.num_free_blocks == 100
-            assert len(group.inboxes) == engine.parallel.data_parallel_size
+            assert scheduler.num_free_blocks == scheduler.num_blocks == 80
 
-            # The sentinel tells who died, at once.
-            pid = report.ranks[0].pid
-            threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-            async with asyncio.timeout(60):
-                ended = await group.wait_for_end()
-            assert ended.startswith("rank dp=0 tp=0 epoch=3 ended:")
+            if end == "killed":
+                await kill_a_follower(group, report)
+                return
+            ended = asyncio.create_task(group.wait_for_end())
+            await group.stop()
+            assert (await ended).endswith("ended: stopped")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_follower_that_is_killed_in_the_middle_of_steps_is_named(
+    running_group: Any, oracle: Any
+) -> None:
+    engine = config_of(oracle.path, 128, num_kv_blocks=80, parallel=(2,))
+
+    async def scenario() -> None:
+        async with running_group(engine) as group:
+            report = await reported(group)
+            prompts = [list(range(i, i + 30)) for i in range(8)]
+            load = asyncio.create_task(generate(group.inboxes * 8, prompts, 90))
+            await asyncio.sleep(0.15)
+            await kill_a_follower(group, report)
+            load.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_that_cannot_load_is_named_with_the_reason(
+    running_group: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    """Two ranks cannot share five heads; nobody waits for the others' collectives."""
+    from cluster.actors.rank_group import RankDied
+
+    engine = config_of(make_oracle("biases").path, num_kv_blocks=80, parallel=(2,))
+
+    async def scenario() -> None:
+        async with running_group(engine):
+            pass
+
+    began = time.monotonic()
+    with pytest.raises(RankDied, match=r"rank dp=0 tp=\d epoch=0 ended while loading: .*heads"):
+        asyncio.run(scenario())
+    assert time.monotonic() - began < 55
+
+
+@pytest.mark.slow
+@pytest.mark.feature("P09")
+def test_a_follower_that_stops_while_it_loads_is_named(
+    running_group: Any, oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader would wait for it for half an hour."""
+    from cluster.actors import rank_group
+
+    monkeypatch.setattr(rank_group, "FIRST_WORD_S", 20.0)
+    level_3: dict[str, Any] = {"level": 3, "compiler": "eager", "cache_dir": str(tmp_path)}
+    engine = config_of(oracle.path, num_kv_blocks=80, parallel=(2,), **level_3)
+    engine = replace(engine, watchdog_s=1.0)
+
+    async def scenario() -> tuple[str, float]:
+        async with running_group(engine, is_started=False) as group:
+            start = asyncio.create_task(group.start())
+            # The leader compiles, and the follower waits for what it compiles.
+            while not start.done():
+                await asyncio.sleep(0.02)
+                with suppress(TimeoutError):
+                    report = await group.report()
+                    if [load.what for load in report.loading] == ["compiling"] * 2:
+                        break
+            os.kill(report.ranks[1].pid, signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            with pytest.raises(rank_group.RankDied) as raised:
+                await start
+            return str(raised.value), time.monotonic() - stopped_at
+
+    named, took = asyncio.run(scenario())
+    print(f"{named!r} after {took:.1f} s")
+    assert re.fullmatch(r"rank dp=0 tp=1 epoch=0: no heartbeat for .* s while loading", named)
+    assert took < 60
+
+
+async def debug(group: Any) -> list[dict[str, Any]]:
+    """Return what each actor's rank has compiled, captured, replayed and agreed on.
+
+    The last step of a group may still run when its last tokens are there: what is returned is the
+    same twice in a row, so that no step stands between the ranks' answers.
+    """
+    told: list[dict[str, Any]] = []
+    async with asyncio.timeout(60):
+        while True:
+            before = told
+            told = list(
+                await asyncio.gather(*(handle.actor.debug.remote() for handle in group.handles))
+            )
+            if [_steps(rank) for rank in told] == [_steps(rank) for rank in before]:
+                return told
+            await asyncio.sleep(0.2)
+
+
+def _steps(rank: dict[str, Any]) -> tuple[Any, ...]:
+    return rank["agreements"], rank["replays"], rank["piecewise_steps"]
+
+
+@pytest.mark.feature("P01", "P02", "P04", "P11", "P12", "P19", "P20", "P21")
+@pytest.mark.parametrize(
+    ("shape", "compiler"),
+    [
+        ("one kv head", "eager"),
+        pytest.param("one kv head", "inductor", marks=pytest.mark.slow),
+        pytest.param("mixtral tied eight experts", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
+    running_group: Any,
+    make_oracle: Callable[[str], Any],
+    tmp_path: Path,
+    shape: str,
+    compiler: str,
+) -> None:
+    oracle = make_oracle(shape)
+    prompts = prompts_for(oracle, 5)
+    engine = config_of(
+        oracle.path,
+        128,
+        num_kv_blocks=80,
+        parallel=(2, 2),
+        sealed="strict",
+        level=3,
+        compiler=compiler,
+        cudagraph_mode="FULL_AND_PIECEWISE",
+        cudagraph_capture_sizes=(1, 2, 4),
+        capture_num_tokens=(16, 32),
+        cache_dir=str(tmp_path),
+    )
+
+    async def scenario() -> None:
+        async with running_group(engine, epoch=4) as group:
+            ready = await debug(group)
+            # Two thirds to the first leader, then all to the second.
+            first, second = group.inboxes
+            results = []
+            for inboxes, some in (
+                ([first, second, first, first, second], prompts[:5]),
+                ([second] * 3, prompts[5:]),
+            ):
+                results += (await generate(inboxes, some, DP_TOKENS, pause_s=0.02))[0]
+            check(oracle, prompts, results, DP_TOKENS)
+            report = await group.report()
+            found = [
+                (r.place.dp_rank, r.place.tp_rank, r.place.epoch, r.state) for r in report.ranks
+            ]
+            assert found == [(dp, tp, 4, "ready") for dp in range(2) for tp in range(2)]
+            assert len({r.pid for r in report.ranks}) == 4
+            # Ranks of one node take what one of them has compiled: three pieces in all.
+            told = await debug(group)
+            assert sum(rank["compilations"] for rank in told) == 3
+            assert sum(rank["loaded"] for rank in told) == 3 * 3
+            # Of what Inductor makes, each piece is one build of C++ at least.
+            assert (sum(rank["cpp_builds"] for rank in told) > 0) == (compiler == "inductor")
+            for name in ("compilations", "loaded", "cpp_builds", "captures"):
+                assert [rank[name] for rank in told] == [rank[name] for rank in ready]
+            assert not any(rank["late_compilations"] + rank["late_captures"] for rank in told)
+            logs = [rank["agreements"] for rank in told]
+            decodes = [step for step in logs[0] if step["kind"] == 1]
+            mixed = [step for step in logs[0] if step["kind"] == 2]
+            assert len(decodes) > DP_TOKENS
+            assert all(step["mode"] == 2 for step in decodes)
+            assert all(step["mode"] == 1 for step in mixed)
+            assert all(log == logs[0] for log in logs)
+            # Of each kind of step, every rank replayed as many as there were.
+            for rank in told:
+                assert sum(rank["replays"].values()) == len(decodes)
+                assert rank["piecewise_steps"] == len(mixed)
+            for step in decodes:  # the next captured size, of whoever decodes most
+                most = max(step["num_scheduled_tokens"])
+                assert step["graph_bs"] == min(bs for bs in (1, 2, 4) if bs >= most)
+            across = [step["num_scheduled_tokens"] for step in decodes]
+            assert any(0 in tokens for tokens in across)
+            assert any(0 not in tokens and len(set(tokens)) > 1 for tokens in across)
+            ended = asyncio.create_task(group.wait_for_end())
+            await group.stop()
+            assert (await ended).endswith("ended: stopped")
+
+    asyncio.run(scenario())
+    # Each rank has a directory of its own, named by its place and not by its device.
+    names = {path.name for path in tmp_path.glob("*/rank_*")}
+    assert names == {"rank_0_0", "rank_1_0", "rank_0_1", "rank_1_1"}
+
+
+@pytest.mark.feature("P19")
+def test_without_lockstep_each_leader_steps_for_itself(running_group: Any, oracle: Any) -> None:
+    prompts = prompts_for(oracle, 5)[:3]
+    apart: dict[str, Any] = {"parallel": (1, 2, False), "level": 0, "cudagraph_mode": "NONE"}
+    engine = config_of(oracle.path, 128, num_kv_blocks=80, sealed="strict", **apart)
+
+    async def scenario() -> None:
+        async with running_group(engine, epoch=0) as group:
+            inboxes = [group.inboxes[1]] * 3
+            results, _ = await generate(inboxes, prompts, DP_TOKENS)
+            check(oracle, prompts, results, DP_TOKENS)
+            idle, busy = (rank["agreements"] for rank in await debug(group))
+            assert not idle
+            # The other rank is in none of the steps, neither with sequences nor with padding.
+            assert busy and all(len(step["num_tokens_across_dp"]) == 1 for step in busy)
+            assert sum(step["num_scheduled_tokens"][0] for step in busy) == sum(
+                len(prompt) + DP_TOKENS - 1 for prompt in prompts
+            )
+            await group.stop()
 
     asyncio.run(scenario())
 

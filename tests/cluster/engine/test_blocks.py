@@ -45,14 +45,6 @@ def test_equal_heads_share_blocks_and_those_of_another_salt_none() -> None:
     check_blocks(blocks, sequences)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_hits"), [(4, 0), (5, 1), (8, 1), (9, 2)])
-def test_a_hit_never_covers_the_last_token(
-    blocks: BlockManager, num_tokens: int, num_hits: int
-) -> None:
-    compute(blocks, make_sequence(list(range(12))))
-    assert len(blocks.match(make_sequence(list(range(num_tokens))))) == num_hits
-
-
 def test_the_tail_is_evicted_before_the_head(blocks: BlockManager) -> None:
     seq = make_sequence(list(range(16)))
     compute(blocks, seq)

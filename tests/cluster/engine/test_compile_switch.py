@@ -16,6 +16,8 @@ from cluster.wire.messages import StepKind, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
+pytestmark = pytest.mark.feature("X06")
+
 GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, (1, 2, 4))
 
 
@@ -25,7 +27,6 @@ def vote(step: int, switch: CompileSwitch, **fields: Any) -> Vote:
     return vote_of(0, step=step, **{**nothing, **stage, **fields})
 
 
-@pytest.mark.feature("X06")
 @given(
     loaded_at=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     followers_at=st.lists(st.integers(1, 12), max_size=3),
@@ -59,7 +60,6 @@ def test_ranks_whose_pieces_come_at_any_time_enter_each_stage_at_one_step(
     assert not ranks[0].on_follower_loaded(), "one more than there are"
 
 
-@pytest.mark.feature("X06")
 def test_a_group_that_ends_enters_no_stage() -> None:
     switch = CompileSwitch(last_stage=2)
     switch.is_loaded = True
@@ -67,7 +67,6 @@ def test_a_group_that_ends_enters_no_stage() -> None:
     assert (agreed.draining, agreed.has_work, agreed.stage) == (True, False, 0)
 
 
-@pytest.mark.feature("X06")
 def test_a_rank_accepts_the_stage_that_comes_next_once_it_has_loaded() -> None:
     switch = CompileSwitch(last_stage=2)
     assert [stage for stage in range(4) if switch.accepts(stage)] == [0]
@@ -79,7 +78,6 @@ def test_a_rank_accepts_the_stage_that_comes_next_once_it_has_loaded() -> None:
     assert [stage for stage in range(4) if switch.accepts(stage)] == [2]
 
 
-@pytest.mark.feature("X06")
 def test_a_leader_that_went_over_on_its_own_is_named_with_its_stage() -> None:
     mine, theirs = CompileSwitch(last_stage=3), CompileSwitch(last_stage=3)
     theirs.is_loaded = True
@@ -92,7 +90,6 @@ def test_a_leader_that_went_over_on_its_own_is_named_with_its_stage() -> None:
     assert caught.value.parts == ("rank dp=1 tp=0 epoch=0", 1, "stage", 0, 1)
 
 
-@pytest.mark.feature("X06")
 def test_steps_dispatch_over_graphs_from_the_step_behind_the_last_stage_on() -> None:
     switch, modes = CompileSwitch(last_stage=1), []
     machine = LockstepMachine(dp_rank=0, dp_size=1, epoch=0, switch=switch)

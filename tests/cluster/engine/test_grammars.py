@@ -96,10 +96,3 @@ def test_output_of_another_engine_is_told_at_once(grammars: NotedGrammars) -> No
     outputs = engine.run()["r"]
     drawn = [token for output in outputs for token in output.token_ids]
     assert grammars.matchers[0].told == [11, 12, 13, *drawn[:-1]]
-
-
-def test_an_engine_without_grammars_refuses_one() -> None:
-    engine = sim.FakeEngine(sim.Shape())
-    engine.submit(request_with_grammar("r"))
-    [output] = engine.run()["r"]
-    assert output.finish_reason is FinishReason.ERROR and output.error.startswith("grammar: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import sim_engine as sim
 
@@ -109,18 +110,16 @@ def test_a_new_request_may_take_the_id_of_an_aborted_read(pair: SimpleNamespace)
     pair.run()
 
 
-def test_an_abort_before_the_read_releases_the_handoff(pair: SimpleNamespace) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["before the read", "ahead of the request"])
+def test_an_abort_before_the_read_releases_the_handoff(
+    pair: SimpleNamespace, is_ahead: bool
+) -> None:
     request, handoff = take_over(pair, "a", 9)
+    if is_ahead:
+        pair.decode.scheduler.abort(["a"])
     pair.decode.submit(request, handoff)
-    pair.decode.scheduler.abort(["a"])
-    assert pair.holder.num_held == 0
-    assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
-
-
-def test_an_abort_that_overtakes_a_handoff_releases_the_handoff(pair: SimpleNamespace) -> None:
-    request, handoff = take_over(pair, "a", 9)
-    pair.decode.scheduler.abort(["a"])
-    pair.decode.submit(request, handoff)
+    if not is_ahead:
+        pair.decode.scheduler.abort(["a"])
     assert pair.holder.num_held == 0
     assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
 
@@ -169,8 +168,7 @@ def test_a_handoff_that_does_not_fit_is_refused_by_name(
     pair: SimpleNamespace, change: dict[str, object], error: str
 ) -> None:
     request, handoff = take_over(pair, "a", 9)
-    fields = {name: getattr(handoff, name) for name in handoff.__struct_fields__}
-    pair.decode.submit(request, KVHandoff(**{**fields, **change}))
+    pair.decode.submit(request, msgspec.structs.replace(handoff, **change))
     assert [(o.finish_reason, o.error) for o in pair.decode.step()] == [("error", error)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import sim_engine as sim
+from local_ranks import run, tokens_of
 
 from cluster.config import Role
 from cluster.engine.compile_switch import CompileSwitch
@@ -66,24 +67,14 @@ def engine_on(
     return loop(fake.scheduler, lockstep or AloneLockstep(), None, device), device
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
-    """Step until nothing is left; return each request's tokens."""
-    texts: dict[str, list[int]] = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            texts.setdefault(output.request_id, []).extend(output.token_ids)
-    return texts
-
-
 @pytest.mark.feature("T04")
 def test_a_device_is_never_idle_between_steps_while_its_host_is_faster() -> None:
     requests = [sim.make_request(name, [i, 3, 5], max_tokens=20) for i, name in enumerate("abcd")]
     texts, devices = {}, {}
     for loop in (Engine, OverlappedEngine):
         engine, devices[loop] = engine_on(loop)
-        for request in requests:
-            engine.submit(Submit(request, None))
-        texts[loop] = run(engine)
+        outputs = run(engine, requests)
+        texts[loop] = {name: tokens_of(each) for name, each in outputs.items()}
     plain, overlapped = devices[Engine], devices[OverlappedEngine]
     assert texts[Engine] == texts[OverlappedEngine]
     assert len(plain.plans) == len(overlapped.plans) == 20
@@ -94,8 +85,7 @@ def test_a_device_is_never_idle_between_steps_while_its_host_is_faster() -> None
 
 def test_a_host_that_is_slower_than_its_device_never_waits_for_it() -> None:
     engine, device = engine_on(OverlappedEngine, host_s=0.003, device_s=0.002)
-    engine.submit(Submit(sim.make_request("a", [1, 2], max_tokens=10), None))
-    run(engine)
+    run(engine, [sim.make_request("a", [1, 2], max_tokens=10)])
     assert device.idle_s == pytest.approx([0.001] * 9)
     assert device.now == pytest.approx(10 * 0.003 + 0.002)
 
@@ -126,7 +116,8 @@ def test_others_run_while_a_prompt_ends_with_its_first_token() -> None:
     engine.submit(Submit(sim.make_request("b", [4, 5], max_tokens=3), None))
     [output] = engine.step()
     assert (output.request_id, output.finish_reason) == ("a", "length")
-    run(engine)
+    while engine.has_unfinished:
+        engine.step()
     assert [plan.token_ids for plan in device.plans] == [[1, 2, 3], [4, 5], [PENDING], [PENDING]]
 
 

@@ -15,14 +15,6 @@ from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
 
 
-def texts(outputs: dict) -> dict[str, list[int]]:
-    """Return the tokens of each request."""
-    return {name: [t for o in each for t in o.token_ids] for name, each in outputs.items()}
-
-
-# --- T02: chunked prefill -----------------------------------------------------------------------
-
-
 def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     engine = sim.FakeEngine(sim.Shape(budget=8))
     short, long = (
@@ -37,9 +29,6 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert [plan.num_new for plan in engine.plans] == [[2], [1, 7], [1, 7], [1, 6]]
     assert [plan.output_index for plan in engine.plans] == [[0], [1, -1], [2, -1], [3, 0]]
     assert [plan.num_decodes for plan in engine.plans] == [0, 1, 1, 1]
-
-
-# --- T03: pre-emption ---------------------------------------------------------------------------
 
 
 @pytest.mark.feature("T03")
@@ -68,28 +57,11 @@ def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted() -> Non
     engine.run()
 
 
-# --- rows, limits and ends ----------------------------------------------------------------------
-
-
 def test_a_request_resumed_at_its_limit_ends_at_once() -> None:
     engine = sim.FakeEngine(sim.Shape())
     engine.submit(sim.make_request("a", [1], output=[1, 2], max_tokens=2))
     (output,) = engine.step()
     assert (output.finish_reason, output.token_ids) == ("length", [])
-
-
-def test_log_probabilities_stay_with_their_tokens() -> None:
-    engine = sim.FakeEngine(sim.Shape(budget=8, max_num_seqs=3))
-    for name, n in (("a", 2), ("b", 3), ("c", 9)):
-        engine.submit(sim.make_request(name, [3] * n))
-    plan = engine.scheduler.schedule()
-    assert plan.output_index == [0, 0, -1]
-    logprobs = [None, TokenLogprobs(-2.0, 1, [], [])]
-    outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, []))
-    assert [(o.request_id, o.logprobs) for o in outputs] == [("a", []), ("b", logprobs[1:])]
-
-
-# --- aborts -------------------------------------------------------------------------------------
 
 
 def test_an_abort_that_overtakes_its_request_wins_once() -> None:
@@ -120,9 +92,6 @@ def test_an_abort_while_the_step_runs_drops_its_token() -> None:
     assert [(o.request_id, o.token_ids) for o in outputs] == [("a", []), ("b", [8])]
     assert outputs[1].logprobs == logprobs[1:]
     sim.check_scheduler(engine.scheduler)
-
-
-# --- the blocked head of the queue ----------------------------------------------------------------
 
 
 def count_matches(engine: SimpleNamespace) -> list[str]:
@@ -182,9 +151,6 @@ def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order() -> None:
     sim.check_scheduler(engine.scheduler)
     finished = [o.request_id for _ in range(30) for o in engine.step() if o.token_ids]
     assert finished == names[1::2]
-
-
-# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,8 @@ from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
-PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (
-    Phase.PLANNING,
-    Phase.AGREEING,
-    Phase.WAITING,
-    Phase.BUILDING,
-    Phase.RUNNING,
-    Phase.BOOKING,
-)
+PLANNING, AGREEING, WAITING = Phase.PLANNING, Phase.AGREEING, Phase.WAITING
+RUNNING, BOOKING = Phase.RUNNING, Phase.BOOKING
 
 
 def beat(

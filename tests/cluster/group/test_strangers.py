@@ -243,9 +243,6 @@ def test_the_key_never_travels(context: Context, relay_to: Callable[[int], Any])
     made.close()
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("opening", [b"\x06", b"\x02", b"\x03"], ids=["command", "frame", "more"])
 def test_two_hundred_strangers_fill_no_memory(listener: Listener, opening: bytes) -> None:
     """Each announces 2 GiB, or sends as much as is taken before its handshake."""
@@ -357,9 +354,6 @@ def test_a_leader_that_waits_for_nobody_says_for_whom(
     with dial(port_of(sender.addresses[0].tcp), b""), pytest.raises(links.FrameError, match=wanted):
         sender.accept(LeaderHello(PROTOCOL_VERSION, "test", 1, "n"), told.append)
     assert told == ["follower tp=1"]
-
-
-# --- all sockets ----------------------------------------------------------------------------------
 
 
 def test_every_socket_is_made_in_one_place() -> None:

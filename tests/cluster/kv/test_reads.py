@@ -40,9 +40,6 @@ class SlowHolder:
     def is_mapped(self, source: KVSource) -> bool:
         return False
 
-    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
-        raise AssertionError("nothing is mapped")
-
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         assert len(ids) == len(blocks)
 
@@ -59,7 +56,6 @@ class SlowHolder:
         self.reads.start(name, blocks, blocks)
 
     def answer(self) -> None:
-        """Answer the oldest call."""
         call = self.calls.popleft()
         blocks = [memoryview(b"")] * len(call.block_ids) if isinstance(call, KVRead) else []
         self.now += CHUNK_S if blocks else 0

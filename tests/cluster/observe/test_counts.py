@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import msgspec
 import pytest
 
-from cluster.actors.gcs_store import KeptTotals
 from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
 from cluster.group.context import RankPlace, RankStats
@@ -78,38 +76,10 @@ def test_what_other_bounds_counted_is_still_counted() -> None:
     )
 
 
-class Kept(KeptTotals):
-    """Keeps totals here, and not in Ray."""
-
-    def __init__(self) -> None:
-        self.saved = Ledger()
-
-    def load(self) -> Ledger:
-        return copy.deepcopy(self.saved)
-
-    def save(self, ledger: Ledger) -> None:
-        self.saved = copy.deepcopy(ledger)
-
-
 def report(replica: str, epoch: int, n: float, *, dp_rank: int = 0) -> ReplicaReport:
     place, scheduler = RankPlace(dp_rank, 0, epoch), SchedulerStats(num_blocks=4)
     rank = RankStats(place, pid=1, node="", state="ready", step=1, scheduler=scheduler)
     return ReplicaReport("mixed", replica, "ready", GroupReport([rank], [], [counted(n)]))
-
-
-def test_a_board_that_is_made_anew_tells_no_less_than_the_one_before() -> None:
-    kept = Kept()
-    board = StatusBoard(["mixed"], kept)
-    board.push(report("x", 0, 5))
-    board.push(report("x", 1, 2))
-    first = board.metrics("ingress/1", {("generation_tokens_total",): 8}).totals
-    assert first["mixed-0-0"] == counted(7)
-    board = StatusBoard(["mixed"], kept)
-    assert board.metrics("ingress/2", {}).totals["mixed-0-0"] == counted(7)
-    board.push(report("x", 1, 3))
-    last = board.metrics("ingress/2", {("generation_tokens_total",): 1}).totals
-    assert last["mixed-0-0"] == counted(8)
-    assert last["ingress"] == {("generation_tokens_total",): 9}
 
 
 def test_replicas_get_the_lowest_free_number_as_their_engines_name() -> None:

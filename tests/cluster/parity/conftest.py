@@ -25,12 +25,12 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def judge(make_oracle: Callable[[str], Any], rank_processes: Any, cache_dir: str) -> Any:
-    """(row, cache_dir=...): run a row and judge it."""
+    """(row): run a row and judge it."""
     from parity_judge import check
     from parity_rows import LOADS, Row
     from parity_run import run_row
 
-    def judge(row: Row, cache_dir: str = cache_dir) -> None:
+    def judge(row: Row) -> None:
         oracle = make_oracle(row.shape)
         drawn = None
         if not all(request.is_greedy for request in LOADS[row.load].requests(oracle)):

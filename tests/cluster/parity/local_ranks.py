@@ -5,6 +5,7 @@ And an ingress's connections, to talk to leaders wherever they run.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from wire_structs import submit_of
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, Role, SchedulerConfig
 from cluster.engine.engine import Engine
@@ -23,7 +25,7 @@ from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import EngineOutput, GenerateRequest, OutputFrame, Submit, decode
+from cluster.wire.messages import EngineOutput, GenerateRequest, OutputFrame, Submit, decode, encode
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,
@@ -65,7 +67,6 @@ def config_of(
 
 
 def wait_for(found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Return the first result that says something."""
     deadline = time.monotonic() + timeout_s
     while not (result := found()):
         assert time.monotonic() < deadline, f"waited for {timeout_s} s"
@@ -141,7 +142,6 @@ def make_engine(config: EngineConfig) -> Engine:
 
 
 def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[EngineOutput]]:
-    """Generate for all requests at once; return each one's outputs."""
     outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.submit(Submit(request, None))
@@ -186,6 +186,32 @@ class Ingress:
 
     def close(self) -> None:
         end_context(self._context, "test", linger=0)
+
+
+async def generate(
+    inboxes: list[str], prompts: list[list[int]], num_tokens: int, pause_s: float = 0.0
+) -> tuple[list[list[int]], int]:
+    """Submit each prompt to its inbox; return greedy tokens, and how many were cached."""
+    ingress, num_left, num_cached = Ingress(), len(prompts), 0
+    tokens: list[list[int]] = [[] for _ in prompts]
+    sends = {inbox: ingress.inbox(inbox) for inbox in set(inboxes)}
+    try:
+        for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
+            submit = submit_of(str(i), prompt, ingress.reply_to, max_tokens=num_tokens)
+            sends[inbox](encode(submit))
+            await asyncio.sleep(pause_s)
+        async with asyncio.timeout(600):
+            while num_left:
+                for output in ingress.receive(0.0):
+                    assert not output.error, output
+                    tokens[int(output.request_id)] += output.token_ids
+                    if output.finish_reason:
+                        num_left -= 1
+                        num_cached += output.num_cached_tokens
+                await asyncio.sleep(0.001)
+    finally:
+        ingress.close()
+    return tokens, num_cached
 
 
 class RunningLeader:

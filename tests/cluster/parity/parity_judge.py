@@ -11,7 +11,6 @@ import torch
 from local_ranks import BLOCK_SIZE
 from parity_process import EPOCH, Report
 from parity_rows import LOADS, Run, window_of
-from parity_run import outputs_of
 
 from cluster.wire.messages import StepKind
 from compile.config import CompilationLevel, CUDAGraphMode
@@ -42,7 +41,7 @@ def check(run: Run, drawn: list[list[int]] | None = None) -> None:
 def check_tokens(run: Run, drawn: list[list[int]] | None) -> None:
     """Each request got all of its tokens, each its oracle's, and log-probabilities as asked."""
     oracle = run.oracle
-    for i, (request, outputs) in enumerate(outputs_of(run)):
+    for i, (request, outputs) in enumerate(zip(run.requests, run.outputs, strict=True)):
         tokens = run.tokens[i]
         if request.leaves_after:
             assert len(tokens) >= request.leaves_after and not outputs[-1].finish_reason
@@ -118,7 +117,6 @@ def check_replays(run: Run, ranks: list[Report]) -> None:
 
 
 def seqs_of(run: Run, step: dict[str, Any]) -> int:
-    """Return the sequences of the full graph that a step replays."""
     if step["kind"] == StepKind.DECODE:
         return int(step["graph_bs"])
     return min(int(step["num_tokens"]), LOADS[run.row.load].max_num_seqs)

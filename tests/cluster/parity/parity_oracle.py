@@ -203,10 +203,6 @@ def features_of(name: str) -> list[str]:
     return [row] + [feature for word, feature in words.items() if word in name]
 
 
-def is_dynamic(config: Any) -> bool:
-    return bool(config.rope_parameters["rope_type"] == "dynamic")
-
-
 @dataclass
 class Oracle:
     """A checkpoint on disk and transformers' float32 model of it."""
@@ -242,7 +238,7 @@ class Oracle:
         """Return what each output token was chosen from: [len(output), vocabulary]."""
         from transformers import DynamicCache
 
-        if not is_dynamic(self.model.config):
+        if self.model.config.rope_parameters["rope_type"] != "dynamic":
             logits = self.model(torch.tensor([prompt + output[:-1]])).logits
             return logits[0, len(prompt) - 1 :]
         # The angles of a cached key are those of the length at which it was computed, so only a

@@ -53,12 +53,7 @@ def num_late() -> int:
 
 
 def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Report:
-    """Return what a rank has done.
-
-    Args:
-        num_late_before: `num_late()` when the rank was made; a process may play ranks, or run other
-            tests, one after another.
-    """
+    """Return what a rank has done since it was made, when `num_late()` was `num_late_before`."""
     forward = rank.runner.forward
     return Report(
         rank.stats(),
@@ -74,7 +69,6 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
 
 def lose_first_handoffs(rank: Leader | Follower, lost: list[str]) -> None:
     """Let a prefill rank forget the handoff of each request's first attempt, and note whose."""
-    assert rank.transfer.server is not None
     # Under the server's lock: a reader that is early must not release the handoff in between.
     holder = rank.transfer.server._holder
     real_hold = holder.hold
@@ -124,7 +118,6 @@ def obey(rank: Leader | Follower, lost: list[str], num_late_before: int) -> None
 
 
 def main() -> None:
-    """Play ranks until the owner has no more."""
     while (told := hear()) is not None:
         num_late_before = num_late()
         rank, lost = load(*told), list[str]()

@@ -263,10 +263,7 @@ RUN_DOWN_TOKENS = (4, 16, 32, 64)
 
 
 def run_down(oracle: Any) -> list[Request]:
-    """A full batch whose sequences end one after the other, and prompts of each size alone.
-
-    So every captured size is decoded, and every one is a step of a prompt.
-    """
+    """Every captured size is decoded, as sequences end one by one, and is a step of a prompt."""
     rng, vocab = random.Random(oracle.name), oracle.model.config.vocab_size
     shapes = [(rng.randint(1, 30), 4 + 3 * i, 0) for i in range(12)]
     shapes += [(num_tokens - 1, 2, None) for num_tokens in RUN_DOWN_TOKENS]

@@ -27,7 +27,7 @@ from routed import routing
 from cluster.config import EngineConfig, Role
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
-from cluster.wire.messages import EngineOutput, Submit
+from cluster.wire.messages import Submit
 from compile.counters import counter
 from serve.pools.directory import Directory
 from serve.pools.directory import Leader as ChosenLeader
@@ -38,17 +38,10 @@ MAX_STEPS = 10_000
 MAX_SERVE_S = 120.0
 EMPTY_WITHIN_S = 5.0
 """Behind the last request, also where clients have left; a lease is longer."""
-AFTER_READY = (
-    "num_graphs_seen",
-    "num_backend_compilations",
-    "num_cpp_builds",
-    "num_cudagraph_captured",
-    "num_late_compilations",
-    "num_late_captures",
-)
-"""Counters that stand still while requests are run."""
 EAGER = ("num_graphs_seen", "num_backend_compilations", "num_cudagraph_captured")
-"""Those of a start that does not compile or capture."""
+"""Counters that stand still at a start that does not compile or capture."""
+AFTER_READY = (*EAGER, "num_cpp_builds", "num_late_compilations", "num_late_captures")
+"""Those that do while requests are run."""
 
 
 class RankProcess:
@@ -64,19 +57,16 @@ class RankProcess:
         )
 
     def tell(self, what: Any) -> None:
-        assert self.process.stdin is not None
         pickle.dump(what, self.process.stdin)
         self.process.stdin.flush()
 
     def hear(self) -> Any:
-        assert self.process.stdout is not None
         return pickle.load(self.process.stdout)
 
     def ask(self, what: str) -> Report:
         """Return the report of a rank that was loaded, after it did what it is asked."""
         self.tell(what)
-        found: Report = self.hear()
-        return found
+        return self.hear()
 
     def kill(self) -> None:
         self.process.kill()
@@ -207,7 +197,6 @@ def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankPro
 def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
     """Run all requests; return the agreements of all steps, however many."""
     engine, log, replays = leader.engine, list[dict[str, Any]](), run.replays_by_step
-    assert replays is not None
     waiting = sorted(
         range(len(run.requests)), key=lambda i: (run.requests[i].at is None, run.requests[i].at, i)
     )
@@ -303,8 +292,3 @@ def run_row(row: Row, oracle: Any, processes: RankProcesses, cache_dir: str) -> 
     config = row.config(oracle, cache_dir)
     is_stepped = row.dp == 1 and not row.kv
     return (step_through if is_stepped else serve)(row, oracle, config, processes)
-
-
-def outputs_of(run: Run) -> list[tuple[Request, list[EngineOutput]]]:
-    """Return each request with its outputs."""
-    return list(zip(run.requests, run.outputs, strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import run, tokens_of
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
@@ -48,9 +49,7 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
 
         def prefill(i: int) -> float:
             """Return the share after one more prompt, whose decodes replay full graphs."""
-            engine.submit(Submit(Request([1, 2, 3], 3).message(i), None))
-            while engine.has_unfinished:
-                engine.step()
+            run(engine, [Request([1, 2, 3], 3).message(i)])
             return forward.eager_gap_share
 
         frames = dict(torch._dynamo.utils.counters["frames"])
@@ -65,44 +64,35 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
 
 
 @pytest.mark.feature("E05")
-def test_a_model_of_l_layers_is_2l_plus_1_pieces_and_3_compilations(
+def test_passes_rewrite_pieces_that_no_compiler_sees(
     make_oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    oracle = make_oracle("six heads")
+    """A model of L layers is 2L + 1 pieces, of which 3 differ. Each sum of the residual, of which
+    there are two in a layer, is fused with the norm behind it."""
+    oracle, prompt = make_oracle("six heads"), [1, 2, 3]
     layers = oracle.model.config.num_hidden_layers
     with (
         counter.expect(
             num_piecewise_graphs_seen=2 * layers + 1,
             num_piecewise_capturable_graphs_seen=layers + 1,
             num_backend_compilations=3,
+            # Of three pieces that are compiled, the first ends before any sum; others have two.
+            num_pass_matches=4,
+            num_eager_compiles=3,
+            num_inductor_compiles=0,
         ),
-        started(oracle, ROW, str(tmp_path), use_inductor=False),
-    ):
-        pass
-
-
-def test_passes_rewrite_pieces_that_no_compiler_sees(
-    make_oracle: Callable[[str], Any], tmp_path: Path
-) -> None:
-    """Each sum of the residual is fused with the norm behind it; there are two in a layer."""
-    oracle, prompt, output = make_oracle("six heads"), [1, 2, 3], list[int]()
-    # Of three pieces that are compiled, the first ends before any sum; the others have two each.
-    with (
-        counter.expect(num_pass_matches=4, num_eager_compiles=3, num_inductor_compiles=0),
         started(oracle, ROW, str(tmp_path), use_inductor=False) as leader,
     ):
-        leader.engine.submit(Submit(Request(prompt, 6).message(0), None))
-        while leader.engine.has_unfinished:
-            output += [token for found in leader.engine.step() for token in found.token_ids]
+        output = tokens_of(run(leader.engine, [Request(prompt, 6).message(0)])["0"])
     assert len(output) == 6
     oracle.check_greedy(prompt, output)
 
 
 @pytest.mark.feature("G05")
 def test_a_warm_engine_traces_compiles_and_builds_nothing(
-    make_oracle: Callable[[str], Any], tmp_path: Path, judge: Callable[..., Any]
+    make_oracle: Callable[[str], Any], cache_dir: str, judge: Callable[[Row], None]
 ) -> None:
-    with started(make_oracle("six heads"), ROW, str(tmp_path)):
+    with started(make_oracle("six heads"), ROW, cache_dir):
         pass
     with counter.expect(
         num_graphs_seen=0,
@@ -111,7 +101,7 @@ def test_a_warm_engine_traces_compiles_and_builds_nothing(
         num_cpp_builds=0,
         num_compiled_artifacts_loaded=3,
     ):
-        judge(replace(ROW, mode=CUDAGraphMode.FULL_DECODE_ONLY), str(tmp_path))
+        judge(replace(ROW, mode=CUDAGraphMode.FULL_DECODE_ONLY))
 
 
 IN_A_FRESH_PROCESS = """
@@ -141,9 +131,6 @@ def test_the_first_pieces_of_a_process_are_kept(
         child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
         assert child.returncode == 0, child.stderr
         assert child.stdout.split("\n")[-2] == wanted, child.stderr
-
-
-# --- what no engine can run ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,6 @@ def started(config: EngineConfig) -> Iterator[ModelRunner]:
 
 
 def error_of(runner: ModelRunner) -> str:
-    """Wait until compiling has failed; return why."""
     deadline = time.monotonic() + LIMIT_S
     while not runner.compile_error:
         assert time.monotonic() < deadline

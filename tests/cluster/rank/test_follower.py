@@ -27,7 +27,6 @@ def group_of_two(oracle: Any, **compilation: Any) -> tuple[Leader, Follower]:
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 24}
     context = RankContext(config_of(oracle.path, parallel=(2,), **sizes | compilation))
     endpoints = LeaderEndpoints(context)
-    assert endpoints.rendezvous is not None
     with ThreadPoolExecutor(1) as threads:
         following = replace(context, place=RankPlace(tp_rank=1))
         joining = threads.submit(Follower, following, endpoints.rendezvous)

@@ -86,7 +86,6 @@ def is_padding_of(context: ForwardContext, key: BatchDescriptor, num_seqs: int) 
     """Return whether a context describes padding of a graph's size and nothing else."""
     step, metadata = context.context, context.attn_metadata
     assert step is not None and isinstance(metadata, AttentionMetadata)
-    assert step.positions is not None
     return (
         step.is_dummy_run
         and (step.batch_size, step.graph_bs) == (num_seqs, num_seqs)
@@ -159,7 +158,6 @@ def test_ops_of_a_served_step_find_the_step_and_the_pool_that_was_allocated_once
             assert cache.k_cache.untyped_storage().data_ptr() == pool
             assert cache.v_cache.untyped_storage().data_ptr() == pool
         step = context.context
-        assert step is not None and step.positions is not None
         assert step == Context(is_prefill, is_dummy_run=False, batch_size=2, graph_bs=2)
         assert step.positions.tolist() == positions
     assert len(seen) == 2
@@ -239,7 +237,6 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
             batch.graph_key(wanted),
         )
         step = context.context
-        assert step is not None and step.positions is not None
         assert len(step.positions) == batch.num_tokens
         assert (step.batch_size, step.graph_bs) == (vote.num_seqs, batch.num_seqs or vote.num_seqs)
         assert num == replays[wanted]
@@ -318,9 +315,6 @@ def test_a_graph_needs_room_for_the_logits_that_it_scores(
         wanted = (FULL.value, 4) if largest in sizes else (NONE.value, 3)
         assert (agreed.mode, agreed.batch.num_seqs) == wanted
         runner.close()
-
-
-# --- when it is ready ---------------------------------------------------------------------------
 
 
 @pytest.mark.feature("X01")

@@ -1,4 +1,7 @@
-"""A graph that one rank has no room for is captured by none, and all come to it together."""
+"""A graph that one rank has no room for is captured by none, and all come to it together.
+
+What can still be allocated is told by /proc, and by cgroups as containers and schedulers set them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,12 @@ from cluster.engine.lockstep import agree
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.membership import GroupMembership
 from cluster.rank import forward
-from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token, free_memory_bytes
+from cluster.rank.free_memory import (
+    MARGIN_BYTES,
+    available_memory_bytes,
+    bytes_per_token,
+    free_memory_bytes,
+)
 from cluster.rank.runner import ModelRunner
 from compile.context import ForwardContext, forward_context, get_forward_context
 from model.config import ModelConfig
@@ -28,10 +37,7 @@ from model.kernels import cpu
 def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
     oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once both have KV: what a rank of the node finds is what others are about to take.
-
-    One tells progress, and each knows the tokens of all.
-    """
+    """Once both have KV: what a rank of the node finds is what others are about to take."""
     path, log = oracle.path, list[str]()
     entered: list[tuple[int, ForwardContext]] = []
     # The last rank has no room for graphs of two sequences.
@@ -118,3 +124,68 @@ def test_what_a_graph_of_a_sparse_model_needs_counts_each_tokens_experts() -> No
             plain, "bfloat16", ranks
         )
         assert more == ranks * 4 * row
+
+
+# --- what the machine has left --------------------------------------------------------------------
+
+FREE_KIB = 1000
+STAT = """anon 100
+inactive_file 30
+active_file 20
+total_inactive_file 300
+total_active_file 200
+"""
+
+
+def node(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    shown = {"proc/meminfo": f"MemTotal: 9999 kB\nMemAvailable: {FREE_KIB} kB\n", **files}
+    if cgroup:
+        shown["proc/self/cgroup"] = cgroup
+    for name, text in shown.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def v2(group: str, limit: str, used: int) -> dict[str, str]:
+    path = f"sys/fs/cgroup/{group}"
+    return {
+        f"{path}/memory.max": f"{limit}\n",
+        f"{path}/memory.current": f"{used}\n",
+        f"{path}/memory.stat": STAT,
+    }
+
+
+def v1(group: str, limit: int, used: int) -> dict[str, str]:
+    path = f"sys/fs/cgroup/memory/{group}"
+    return {
+        f"{path}/memory.limit_in_bytes": f"{limit}\n",
+        f"{path}/memory.usage_in_bytes": f"{used}\n",
+        f"{path}/memory.stat": STAT,
+    }
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "wanted"),
+    [
+        pytest.param("", {}, FREE_KIB * 1024, id="no cgroups"),
+        pytest.param("0::/\n", {}, FREE_KIB * 1024, id="no memory controller"),
+        pytest.param("0::/\n", v2(".", "max", 7), FREE_KIB * 1024, id="no limit"),
+        # What was read from files may be let go of.
+        pytest.param("0::/\n", v2(".", "5000", 4990), 60, id="container"),
+        pytest.param("0::/a/b\n", v2("a/b", "5000", 4990), 60, id="nested"),
+        pytest.param(
+            "0::/a/b\n", v2("a", "4000", 3995) | v2("a/b", "5000", 4990), 55, id="around it"
+        ),
+        pytest.param("0::/elsewhere\n", v2(".", "5000", 4990), 60, id="the mount is the group"),
+        pytest.param(
+            "3:cpu:/x\n9:hugetlb,memory:/job/7\n", v1("job/7", 5000, 4990), 510, id="version 1"
+        ),
+        pytest.param("9:memory:/x\n", v1("x", 2**63 - 4096, 4990), FREE_KIB * 1024, id="v1, none"),
+        pytest.param("9:memory:/docker/1\n0::/\n", v1(".", 5000, 4990), 510, id="v1 container"),
+    ],
+)
+def test_the_closest_limit_counts(
+    tmp_path: Path, cgroup: str, files: dict[str, str], wanted: int
+) -> None:
+    assert available_memory_bytes(node(tmp_path, cgroup, files)) == wanted

@@ -123,16 +123,6 @@ def test_a_row_that_is_given_away_is_sampled_as_its_new_sequence_wants(inputs: S
     assert batch.sampling.num_logprobs == -1 and not batch.sampling.all_greedy
 
 
-def test_steps_of_the_same_sequences_differ_in_what_is_drawn_alone(inputs: StepInputs) -> None:
-    rows = (admission(0, 1.0), admission(1, 2.0))
-    first = inputs.build(plan([0, 1], [0, 0], rows)).sampling
-    drawn = first.uniform.tolist()
-    second = inputs.build(plan([0, 1], [1, 1])).sampling
-    assert second.uniform.tolist() != drawn
-    assert inputs.build(plan([0, 1], [0, 0])).sampling.uniform.tolist() == drawn
-    assert second.temperature.tolist() == [1.0, 2.0] and second.top_k.tolist() == [0, 7]
-
-
 def test_other_rows_between_two_steps_leave_nothing_behind(inputs: StepInputs) -> None:
     rows = (admission(0, 1.0), admission(1, 2.0), admission(2, 3.0))
     assert temperatures(inputs.build(plan([0, 1], [0, 0], rows))) == [1.0, 2.0]

@@ -85,7 +85,6 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
         mine = PeerHello(PROTOCOL_VERSION, "test", EPOCH, told[rank].nonce, rank, size, 0)
         changed = {name: by_rank[rank] for name, by_rank in hello.items() if rank in by_rank}
         sockets = opened[rank].peers
-        assert sockets is not None
         try:
             altered = msgspec.structs.replace(mine, **changed)
             sockets.open(told[rank].earlier, altered, lambda name: None)
@@ -173,8 +172,7 @@ class Pair:
             is_idle = all(leader.engine.is_idle for leader in self.leaders)
             return found if is_idle and len(found) == 2 and len(set(found)) == 1 else []
 
-        asleep: list[int] = wait_for(steps)
-        return asleep
+        return wait_for(steps)
 
     def tokens_told(self, wanted: dict[str, int]) -> dict[str, int]:
         """Return how many tokens were told of each request, waiting for as many as are wanted."""
@@ -218,8 +216,7 @@ def pair(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def run_both(pair: Pair, *, stays_open: bool = False) -> dict[int, Exception]:
     """Set both leaders running; return where their errors will be.
 
-    Args:
-        stays_open: who raises keeps its sockets, as a process does until its owner kills it.
+    Who raises closes its sockets, or keeps them as a process does until its owner kills it.
     """
     errors: dict[int, Exception] = {}
 

@@ -69,24 +69,12 @@ class Driver:
         },
     )
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def set_current_device(self, _device: int) -> None:
-        pass
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda _device: 0)
+    set_current_device = staticmethod(lambda _device: None)
+    get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
+    is_active = staticmethod(lambda: True)
 
 
 def stand_in() -> None:

@@ -10,6 +10,7 @@ The first and the last piece compute the same.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import sys
@@ -46,7 +47,7 @@ PIECES = (_double, _shift, _double)
 
 @dataclass
 class Started:
-    """One start. Invariant: plain data but for `cache` and `manager`."""
+    """One start, as plain data."""
 
     outputs: list[list[float]]
     was_traced: bool
@@ -109,7 +110,7 @@ def start(
     if manager is None:
         manager = _cold(scope, prefix, traced_files, compiler, shapes)
     keys = [graph_key(graph) for graph in graphs()]
-    outputs = run(_loaded(manager, keys, shapes[:1]) if not was_traced else manager.found)
+    outputs = run(_loaded(manager, keys, shapes[:1]))  # a manager keeps what it compiled
     spent = {name: value - before[name] for name, value in asdict(counter).items()}
     return Started(outputs, was_traced, {k: v for k, v in spent.items() if v}, manager.misses)
 
@@ -139,16 +140,12 @@ def _cold(
     scope: CompileScope, prefix: str, files: Sequence[str], compiler: Any, shapes: Sequence[Any]
 ) -> Any:
     cache = CompileCache.open(scope, prefix, files)
-    manager: Any = CompilerManager(scope, cache, compiler=compiler)
+    manager = CompilerManager(scope, cache, compiler=compiler)
     traced = graphs()
-    compiled = [
+    for (index, graph), shape in itertools.product(enumerate(traced), shapes):
         manager.compile(
             graph, [INPUT], index=index, shape=shape, num_graphs=len(traced), key=graph_key(graph)
         )
-        for index, graph in enumerate(traced)
-        for shape in shapes
-    ]
-    manager.found = compiled[:: len(shapes)]
     if cache is not None:
         cache.save_plan(json.dumps([graph_key(graph) for graph in traced]))
     return manager

@@ -12,40 +12,31 @@ from pathlib import Path
 import pytest
 
 from compile.cache import artifacts
-from compile.cache.artifacts import (
-    ArtifactError,
-    ArtifactStore,
-    CorruptFileError,
-    file_lock,
-    pack,
-    read_checked,
-    unpack,
-    write_atomic,
-    write_checked,
-)
 
 PARTS = {"b.py": b"code", "inductor/ab/c.so": bytes(range(256))}
 
 
 def test_the_same_parts_are_the_same_archive_in_any_order() -> None:
-    assert pack(PARTS) == pack(dict(reversed(PARTS.items())))
-    assert unpack(pack(PARTS)) == PARTS
+    assert artifacts.pack(PARTS) == artifacts.pack(dict(reversed(PARTS.items())))
+    assert artifacts.unpack(artifacts.pack(PARTS)) == PARTS
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside", "inductor/../../outside"])
 def test_a_part_outside_of_the_archive_is_refused(name: str) -> None:
-    with pytest.raises(ArtifactError, match="wanted names of members below it"):
-        unpack(pack({name: b""}))
+    with pytest.raises(artifacts.ArtifactError, match="wanted names of members below it"):
+        artifacts.unpack(artifacts.pack({name: b""}))
 
 
 @pytest.mark.parametrize("damaged", [b"", b"conten", b"cOntent", b"content and more"])
 def test_a_damaged_artifact_is_refused_and_mended_by_writing_it_again(
     tmp_path: Path, damaged: bytes
 ) -> None:
-    store = ArtifactStore(tmp_path)
+    store = artifacts.ArtifactStore(tmp_path)
     name = store.put(b"content")
     (tmp_path / name).write_bytes(damaged)
-    with pytest.raises(ArtifactError, match=f"^artifact {name[:12]}: wanted its content, found "):
+    with pytest.raises(
+        artifacts.ArtifactError, match=f"^artifact {name[:12]}: wanted its content, found "
+    ):
         store.get(name)
     assert store.put(b"content") == name
     assert store.get(name) == b"content"
@@ -59,7 +50,7 @@ def test_a_full_disk_costs_the_artifact_and_no_more(
 
     monkeypatch.setattr(artifacts, "write_atomic", refuse)
     with caplog.at_level(logging.WARNING):
-        assert ArtifactStore(tmp_path).offer(b"content") is None
+        assert artifacts.ArtifactStore(tmp_path).offer(b"content") is None
     assert "No space left on device" in caplog.text
 
 
@@ -67,14 +58,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    write_atomic(path, b"old")
+    artifacts.write_atomic(path, b"old")
 
     def refuse(*_: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, b"new")
+        artifacts.write_atomic(path, b"new")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
 
 
@@ -102,10 +93,10 @@ def test_checked_text_that_was_changed_or_cut_short_is_noticed(
     tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     path = tmp_path / "index.py"
-    write_checked(path, CHECKED.decode())
+    artifacts.write_checked(path, CHECKED.decode())
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CorruptFileError, match=r"^.*index\.py: wanted .*, found "):
-        read_checked(path)
+    with pytest.raises(artifacts.CorruptFileError, match=r"^.*index\.py: wanted .*, found "):
+        artifacts.read_checked(path)
 
 
 @pytest.mark.parametrize("reason", ["the file cannot be opened", "the filesystem has no locks"])
@@ -118,7 +109,7 @@ def test_a_lock_that_cannot_be_had_is_reported(
     if "opened" in reason:
         (tmp_path / "lock").mkdir()
     monkeypatch.setattr(fcntl, "flock", flock)
-    with file_lock(tmp_path / "lock", 5) as is_held:
+    with artifacts.file_lock(tmp_path / "lock", 5) as is_held:
         assert not is_held
-    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
+    with pytest.raises(ZeroDivisionError), artifacts.file_lock(tmp_path / "lock", 0):
         raise ZeroDivisionError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.capture import LateCompilation, seal
 from compile.passes.manager import PassManager
-from compile.scope import CompileScope, Runnable
+from compile.scope import CompileScope, Runnable, Shape
 
 KEY = "what the piece computes"
 
@@ -50,31 +49,27 @@ def double(x: torch.Tensor) -> tuple[torch.Tensor]:
     return (x * 2,)
 
 
-@pytest.fixture
-def graph() -> fx.GraphModule:
-    return fx.symbolic_trace(double)
+class Starts:
+    """Each call is a new start over one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.compiler = ScriptedCompiler()
+        config = CompilationConfig(level=3, compiler="eager", cache_dir=str(directory))
+        self._scope = CompileScope(config)
+
+    def __call__(self) -> CompilerManager:
+        cache = CompileCache.open(self._scope, "backbone", [__file__])
+        return CompilerManager(self._scope, cache, compiler=self.compiler)
 
 
 @pytest.fixture
-def compiler() -> ScriptedCompiler:
-    return ScriptedCompiler()
+def start(tmp_path: Path) -> Starts:
+    return Starts(tmp_path)
 
 
-@pytest.fixture
-def start(tmp_path: Path, compiler: ScriptedCompiler) -> Callable[..., CompilerManager]:
-    """Returns the manager of a new start over the same directory."""
-    scope = CompileScope(CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path)))
-
-    def manager() -> CompilerManager:
-        cache = CompileCache.open(scope, "backbone", [__file__])
-        return CompilerManager(scope, cache, compiler=compiler)
-
-    return manager
-
-
-def compiled(manager: CompilerManager, graph: fx.GraphModule, **changes: Any) -> Runnable:
-    arguments: dict[str, Any] = {"index": 0, "shape": None, "num_graphs": 1, "key": KEY, **changes}
-    return manager.compile(graph, [torch.ones(2)], **arguments)
+def compiled(manager: CompilerManager, shape: Shape = None) -> Runnable:
+    graph, x = fx.symbolic_trace(double), torch.ones(2)
+    return manager.compile(graph, [x], index=0, shape=shape, num_graphs=1, key=KEY)
 
 
 def doubles(runnable: Runnable) -> bool:
@@ -82,58 +77,50 @@ def doubles(runnable: Runnable) -> bool:
 
 
 @pytest.mark.feature("H05")
-def test_a_piece_is_loaded_without_its_graph(
-    start: Callable[..., CompilerManager], graph: fx.GraphModule, compiler: ScriptedCompiler
-) -> None:
-    compiled(start(), graph, shape=8, key=KEY)
+def test_a_piece_is_loaded_without_its_graph(start: Starts) -> None:
+    compiled(start(), shape=8)
     manager = start()
     with counter.expect(num_backend_compilations=0, num_compiled_artifacts_loaded=1):
         assert doubles(manager.load(KEY, index=0, shape=8, num_graphs=1))
     for key, shape in ((KEY, 4), (KEY, None), ("another", 8)):
         with pytest.raises(CacheMissError, match=r"^graph 0 of 1 for shape .*: wanted an artifact"):
             manager.load(key, index=0, shape=shape, num_graphs=1)
-    assert compiler.verbs == ["compile", "load"]
+    assert start.compiler.verbs == ["compile", "load"]
 
 
 @pytest.mark.feature("H05")
 def test_a_failed_load_is_logged_with_its_reason_compiled_and_stored(
-    start: Callable[..., CompilerManager],
-    graph: fx.GraphModule,
-    compiler: ScriptedCompiler,
-    caplog: pytest.LogCaptureFixture,
+    start: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled(start(), graph)
-    compiler.load_error = ArtifactError("artifact 0: wanted code, found noise")
+    compiled(start())
+    start.compiler.load_error = ArtifactError("artifact 0: wanted code, found noise")
     manager = start()
     with caplog.at_level(logging.WARNING), counter.expect(num_compiled_artifacts_saved=1):
-        assert doubles(compiled(manager, graph))
+        assert doubles(compiled(manager))
     reason = "graph 0 of 1 for shape general"
     assert manager.misses == [f"{reason}: artifact 0: wanted code, found noise"]
     [line] = [record.getMessage() for record in caplog.records]
     assert line == f"{reason} is compiled again: artifact 0: wanted code, found noise"
-    assert compiler.verbs == ["compile", "load", "compile"]
+    assert start.compiler.verbs == ["compile", "load", "compile"]
     with pytest.raises(CacheMissError):
         start().load(KEY, index=0, shape=None, num_graphs=1)
 
 
 @pytest.mark.feature("H04")
 def test_pieces_that_cannot_be_saved_are_kept_and_one_line_says_so(
-    start: Callable[..., CompilerManager],
-    graph: fx.GraphModule,
-    compiler: ScriptedCompiler,
-    caplog: pytest.LogCaptureFixture,
+    start: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiler.is_saveable = False
+    start.compiler.is_saveable = False
     manager = start()
     with caplog.at_level(logging.WARNING), counter.expect(num_compiled_artifacts_saved=0):
-        first = compiled(manager, graph)
-        compiled(manager, graph, shape=4)
-        assert compiled(manager, graph) is first
+        first = compiled(manager)
+        compiled(manager, shape=4)
+        assert compiled(manager) is first
     [line] = [record.getMessage() for record in caplog.records]
     assert line == "graph 0 of 1 for shape general cannot be saved: every start compiles it again"
-    assert compiler.verbs == ["compile", "compile"]
-    compiled(start(), graph)
-    assert compiler.verbs == ["compile"] * 3
+    assert start.compiler.verbs == ["compile", "compile"]
+    compiled(start())
+    assert start.compiler.verbs == ["compile"] * 3
 
 
 @pytest.mark.feature("F06", "F07", "F09")
@@ -175,17 +162,17 @@ def test_inductor_compiles_under_the_options_of_a_shape_and_of_the_configuration
 
 @pytest.mark.feature("J04", "X01")
 def test_a_piece_that_is_compiled_after_the_seal_is_counted_and_a_strict_one_refuses_it(
-    start: Callable[..., CompilerManager], graph: fx.GraphModule, compiler: ScriptedCompiler
+    start: Starts,
 ) -> None:
     seal("warn")
     with counter.expect(num_late_compilations=1, num_backend_compilations=1):
-        compiled(start(), graph)
+        compiled(start())
     seal("strict")
     with (
         counter.expect(num_late_compilations=1, num_backend_compilations=0),
         pytest.raises(LateCompilation, match="graph 0 of 1 for shape 8"),
     ):
-        compiled(start(), graph, shape=8)
+        compiled(start(), shape=8)
     with counter.expect(num_late_compilations=0):
-        assert doubles(compiled(start(), graph))  # it is loaded
-    assert compiler.verbs == ["compile", "load"]
+        assert doubles(compiled(start()))  # it is loaded
+    assert start.compiler.verbs == ["compile", "load"]

@@ -65,6 +65,9 @@ WHOLE_IN_ORDER = [
 """Of steps with at most three sequences, where no pieces are captured."""
 
 
+NO_WARMUPS = {FULL: 0, PIECEWISE: 0}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap() -> Iterator[None]:
     """Set aside what exists: each capture collects garbage."""
@@ -73,25 +76,20 @@ def _small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def _not_sealed() -> Iterator[None]:
-    unseal()
-    yield
-    unseal()
-
-
 @dataclass
 class Recorder:
     """Stands where a model does, and notes what happens."""
 
     policy: str = "shared"
+    num_pieces: int = 2
     events: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12), policy=self.policy)
         self.inputs = torch.ones(16, 1024)
-        pieces = [
-            CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools, trims_pool=i == 0) for i in (0, 1)
+        pieces = self.pieces = [
+            CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools, trims_pool=i == 0)
+            for i in range(self.num_pieces)
         ]
         self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in pieces][-1], FULL, self.pools)
 
@@ -111,6 +109,16 @@ class Recorder:
             "synchronize": lambda: self.events.append("synchronize"),
         }
         return capture_all(self.cases() if cases is None else cases, self.run, **(given | options))
+
+    def trials(self) -> list[CaptureTrial]:
+        return capture_trials(
+            self.cases(),
+            self.run,
+            pools=self.pools,
+            warmups=NO_WARMUPS,
+            synchronize=lambda: None,
+            used_bytes=lambda: self.pools.num_bytes,
+        )
 
     def captured(self) -> list[Any]:
         return [event for event in self.events if event[0] in ("FULL", "PIECEWISE")]
@@ -146,14 +154,6 @@ def test_captures_descend_whatever_order_cases_come_in_and_reports_ascend() -> N
         assert recorder.captured() == [(mode.name, key.num_tokens) for mode, key in IN_ORDER]
         assert report.captured == (*reversed(IN_ORDER[:3]), *reversed(IN_ORDER[3:]))
         assert (report.token_counts, report.batch_sizes) == ((1, 8, 16), (1, 2, 4))
-
-
-@pytest.mark.feature("C02", "M03")
-def test_the_largest_graph_alone_decides_the_memory() -> None:
-    recorder = Recorder()
-    sizes: list[int] = []
-    recorder.capture(progress=lambda *_: sizes.append(recorder.pools.num_bytes))
-    assert len(set(sizes)) == 1 and sizes[0] > 0
 
 
 @pytest.mark.feature("C04")
@@ -197,7 +197,7 @@ def test_memory_that_warm_ups_leave_is_released_once_a_mode_before_its_largest_g
     assert [recorder.events[i - 1] for i in at] == [("NONE", 16), ("NONE", 4)]
 
 
-@pytest.mark.feature("C06")
+@pytest.mark.feature("C02", "C06", "M03")
 @pytest.mark.parametrize("policy", ["shared", "per_bucket"])
 def test_graphs_share_a_pool_or_have_one_per_token_count(policy: str) -> None:
     recorder = Recorder(policy)
@@ -206,7 +206,8 @@ def test_graphs_share_a_pool_or_have_one_per_token_count(policy: str) -> None:
     buckets = [key.num_tokens if policy == "per_bucket" else 0 for _, key in IN_ORDER]
     for (a, first), (b, second) in itertools.combinations(zip(buckets, pools, strict=True), 2):
         assert (first is second) == (a == b)
-    # A piecewise graph holds one output while it writes the next.
+    # In a shared pool the largest graph alone decides. A piecewise one holds one output while it
+    # writes the next.
     rows = 16 if policy == "shared" else 16 + 8 + 4 + 2 + 1
     assert report.num_bytes == recorder.pools.num_bytes == rows * 4096 * 2
 
@@ -249,7 +250,7 @@ def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> N
         asked.append(key)
         return key.num_tokens not in (16, 2)
 
-    report = recorder.capture(warmups={FULL: 0, PIECEWISE: 0}, fits_on_all_ranks=fits_on_all_ranks)
+    report = recorder.capture(warmups=NO_WARMUPS, fits_on_all_ranks=fits_on_all_ranks)
     assert asked == [key for _, key in IN_ORDER]
     assert recorder.captured() == [
         ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)
@@ -306,8 +307,6 @@ def test_no_window_opens_after_a_strict_seal() -> None:
 
 # --- memory --------------------------------------------------------------------------------------
 
-WARMUPS = {FULL: 0, PIECEWISE: 0}
-
 
 def test_in_a_shared_pool_the_largest_graph_pays_for_all_tensors() -> None:
     mib = MIN_GRAPH_BYTES
@@ -325,60 +324,21 @@ def test_separate_pools_pay_for_each_size_in_proportion() -> None:
     assert estimate_graph_bytes([pieces, whole], policy="per_bucket") == 280 + 14
 
 
-class Model:
-    """Makes a tensor of 4096 bytes for each token, whole or in pieces."""
-
-    def __init__(self) -> None:
-        self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12))
-        self.inputs = torch.ones(16, 1024)
-        self.piece = CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools)
-        self.whole = CUDAGraphWrapper(self.piece, FULL, self.pools)
-
-    def run(self, case: CaptureCase) -> torch.Tensor:
-        out: torch.Tensor = self.whole(self.inputs[: case.descriptor.num_tokens])
-        return out
-
-    def cases(self) -> list[CaptureCase]:
-        pieces = [
-            CaptureCase(PIECEWISE, BatchDescriptor(n, None, False), ForwardContext)
-            for n in (16, 8, 1)
-        ]
-        whole = [CaptureCase(FULL, BatchDescriptor(n, n, True), ForwardContext) for n in (4, 2)]
-        return [*pieces, *whole]
-
-    def trials(self) -> list[CaptureTrial]:
-        return capture_trials(
-            self.cases(),
-            self.run,
-            pools=self.pools,
-            warmups=WARMUPS,
-            synchronize=lambda: None,
-            used_bytes=lambda: self.pools.num_bytes,
-        )
-
-
 def test_a_trial_measures_the_two_largest_of_each_mode_and_leaves_nothing() -> None:
-    model = Model()
+    recorder = Recorder(num_pieces=1)
     # In a shared pool the second one finds room in what the first has let go of.
-    assert model.trials() == [
+    assert recorder.trials() == [
         CaptureTrial((16, 8, 1), 16 * 4096, 0),
-        CaptureTrial((4, 2), 4 * 4096, 0),
+        CaptureTrial((4, 2, 1), 4 * 4096, 0),
     ]
-    assert model.pools.num_bytes == 0
-    assert not model.whole.num_replays and not model.piece.num_replays
-    assert model.trials() == model.trials()
+    assert recorder.pools.num_bytes == 0
+    assert not recorder.forward.num_replays and not recorder.pieces[0].num_replays
+    assert recorder.trials() == recorder.trials()
 
 
 def test_the_estimate_of_a_shared_pool_is_no_less_than_what_is_captured() -> None:
-    model = Model()
-    estimate = estimate_graph_bytes(model.trials())
-    report = capture_all(
-        model.cases(),
-        model.run,
-        rank=0,
-        pools=model.pools,
-        warmups=WARMUPS,
-        synchronize=lambda: None,
-    )
-    assert len(model.piece.num_replays) == 3 and len(model.whole.num_replays) == 2
+    recorder = Recorder(num_pieces=1)
+    estimate = estimate_graph_bytes(recorder.trials())
+    report = recorder.capture(warmups=NO_WARMUPS)
+    assert len(recorder.pieces[0].num_replays) == len(recorder.forward.num_replays) == 3
     assert 16 * 4096 <= report.num_bytes <= estimate

@@ -20,6 +20,7 @@ from compile.graphs.pools import GraphPools, new_graph_pool, new_step_graph
 from compile.graphs.wrapper import CUDAGraphWrapper
 
 ROOT = Path(__file__).resolve().parents[3]
+DEVICE = torch.device("cuda")
 
 
 def test_an_alias_has_the_elements_and_not_the_memory() -> None:
@@ -85,29 +86,24 @@ def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight) + x
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda")
-
-
 @pytest.mark.gpu
-def test_a_capture_has_run_and_replays_follow_the_inputs(device: torch.device) -> None:
-    x, weight = (torch.randn(8, 8, device=device) for _ in range(2))
+def test_a_capture_has_run_and_replays_follow_the_inputs() -> None:
+    x, weight = (torch.randn(8, 8, device=DEVICE) for _ in range(2))
     step(x, weight)
-    graph = new_step_graph(new_graph_pool(device))
+    graph = new_step_graph(new_graph_pool(DEVICE))
     output = graph.capture(lambda: step(x, weight))
     torch.testing.assert_close(output, step(x, weight))
     for _ in range(3):
-        x.copy_(torch.randn(8, 8, device=device))
+        x.copy_(torch.randn(8, 8, device=DEVICE))
         graph.replay()
         torch.testing.assert_close(output, step(x, weight))
 
 
 @pytest.mark.gpu
-def test_a_smaller_graph_finds_its_memory_in_the_pool(device: torch.device) -> None:
-    pools = GraphPools(lambda: new_graph_pool(device))
+def test_a_smaller_graph_finds_its_memory_in_the_pool() -> None:
+    pools = GraphPools(lambda: new_graph_pool(DEVICE))
     wrapper = CUDAGraphWrapper(lambda x: x.tanh() + 1, CUDAGraphMode.FULL, pools)
-    x = torch.ones(8, 1 << 20, device=device)
+    x = torch.ones(8, 1 << 20, device=DEVICE)
     sizes = []
     with capture_window():
         for n in range(8, 0, -1):
@@ -123,9 +119,9 @@ def test_a_smaller_graph_finds_its_memory_in_the_pool(device: torch.device) -> N
 
 
 @pytest.mark.gpu
-def test_an_error_inside_of_a_capture_is_the_one_that_is_raised(device: torch.device) -> None:
-    x = torch.ones(3, device=device)
-    graph = new_step_graph(new_graph_pool(device))
+def test_an_error_inside_of_a_capture_is_the_one_that_is_raised() -> None:
+    x = torch.ones(3, device=DEVICE)
+    graph = new_step_graph(new_graph_pool(DEVICE))
 
     def fail() -> Any:
         raise ValueError(f"inside {(x + 1).shape}")

@@ -16,7 +16,7 @@ from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
 from compile.errors import LateCapture, ReplayError
-from compile.graphs.capture import capture_window, seal, unseal
+from compile.graphs.capture import capture_window, seal
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
 
@@ -36,19 +36,9 @@ def _small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def _not_sealed() -> Iterator[None]:
-    yield
-    unseal()
-
-
 def step(mode: CUDAGraphMode, key: BatchDescriptor | None) -> Any:
     """Enter the context of a step."""
     return forward_context(ForwardContext(cudagraph_runtime_mode=mode, batch_descriptor=key))
-
-
-def fill(buffer: torch.Tensor, seed: int) -> None:
-    buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def counting(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -67,11 +57,7 @@ def test_the_first_call_of_a_key_captures_and_the_next_ones_replay() -> None:
     wrapper = CUDAGraphWrapper(runnable, PIECEWISE, shared_pools())
     x = torch.ones(8)
     # Equal token counts of different query lengths are two graphs.
-    keys = [
-        BatchDescriptor(8, None, False),
-        BatchDescriptor(4, 4, True),
-        BatchDescriptor(4, 2, True),
-    ]
+    keys = [BatchDescriptor(*key) for key in ((8, None, False), (4, 4, True), (4, 2, True))]
     for key in keys:
         with (
             capture_window(),
@@ -150,34 +136,28 @@ def test_a_strict_seal_refuses_a_key_that_was_not_captured() -> None:
         wrapper(x[:1])
 
 
-class Chain:
-    """Two captured pieces around an op that returns a new tensor."""
-
-    def __init__(self, between: Callable[..., Any]) -> None:
-        pools = shared_pools()
-        self.first = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, pools)
-        self.between = between
-        self.second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, trims_pool=False)
-        # So that new tensors lie at new addresses.
-        self.kept: list[torch.Tensor] = []
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        y = self.between(self.first(x))
-        self.kept.append(y)
-        return self.second(y, x)
-
-
 @pytest.mark.feature("M08")
 def test_outputs_of_eager_ops_between_pieces_have_one_address_per_key() -> None:
-    stable = Chain(StableOutputs(lambda x: x + 1))
+    pools = shared_pools()
+    first = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, pools)
+    between = StableOutputs(lambda x: x + 1)
+    second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, trims_pool=False)
+    kept: list[torch.Tensor] = []  # so that new tensors lie at new addresses
+
+    def stable(x: torch.Tensor) -> torch.Tensor:
+        kept.append(between(first(x)))
+        found: torch.Tensor = second(kept[-1], x)
+        return found
+
     x = torch.ones(8)
     keys = [BatchDescriptor(8, None, False), BatchDescriptor(3, None, False)]
     with capture_window():
         for key in keys:
             with step(PIECEWISE, key):
                 stable(x[: key.num_tokens])
-    for seed, key in itertools.product(range(3), keys):
-        fill(x, seed)
+    torch.manual_seed(0)
+    for _, key in itertools.product(range(3), keys):
+        x.copy_(torch.rand(8))
         part = x[: key.num_tokens]
         with step(PIECEWISE, key):
             assert torch.equal(stable(part), part * 2 + 1 - part)

@@ -105,6 +105,11 @@ class Toys:
         """Run the forward as it is written."""
         return type(module).forward(module, *inputs(num_tokens))
 
+    def check(self, module: nn.Module, *sizes: int) -> None:
+        """Compare calls with so many tokens with the forward as it is written."""
+        for n in sizes:
+            assert torch.equal(module(*inputs(n)), self.expected(module, n))
+
     def trace(
         self, forward: Callable[..., Any], *args: torch.Tensor
     ) -> tuple[fx.GraphModule, tuple[Any, ...]]:

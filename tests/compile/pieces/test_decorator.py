@@ -28,8 +28,7 @@ from compile.pieces.plan import ForwardPlan
 def test_levels_0_and_1_leave_the_forward_as_it_is(toys: Any, level: int, compiles: bool) -> None:
     toy = toys.build(level=level)
     with counter.expect(num_graphs_seen=int(compiles)):
-        for n in (3, 5):
-            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+        toys.check(toy, 3, 5)
 
 
 @pytest.mark.feature("I01")
@@ -53,7 +52,7 @@ def test_the_decorator_takes_arguments_and_keeps_the_class(toys: Any) -> None:
     found = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})(Plain)
     assert found is Plain and found.__doc__ == "Says something."
     toy = toys.build(found)
-    assert torch.equal(toy(*toys.inputs(4)), toys.expected(toy, 4))
+    toys.check(toy, 4)
     assert toy.compiled_forward.plan.symbolic_dims == ((0,), (0,))
 
 
@@ -111,8 +110,7 @@ def test_no_batch_compiles_after_the_first_call(toys: Any) -> None:
     sizes = [*range(1, 65), *(rng.randint(1, 512) for _ in range(40))]
     rng.shuffle(sizes)
     with counter.expect(num_graphs_seen=0, num_backend_compilations=0, num_dropped_guards=0):
-        for n in sizes:
-            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+        toys.check(toy, *sizes)
 
 
 @pytest.mark.feature("J07")
@@ -201,7 +199,7 @@ def test_the_same_tensor_for_both_arguments_does_not_merge_them(toys: Any) -> No
     toy = toys.build()
     ids = torch.arange(6)
     toy(ids, ids)
-    assert torch.equal(toy(*toys.inputs(5)), toys.expected(toy, 5))
+    toys.check(toy, 5)
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -209,7 +207,7 @@ def test_inference_mode_may_differ_from_call_to_call(toys: Any, inference: bool)
     toy = toys.build()
     for mode in (inference, not inference):
         with torch.inference_mode(mode):
-            assert torch.equal(toy(*toys.inputs(5)), toys.expected(toy, 5))
+            toys.check(toy, 5)
 
 
 def test_tuples_and_lists_of_results_keep_their_order(toys: Any) -> None:
@@ -355,7 +353,7 @@ def test_a_later_start_loads_its_pieces_and_neither_traces_nor_compiles(
         num_dropped_guards=0,
         num_compiled_artifacts_loaded=3 * 2,
     ):
-        assert torch.equal(toy(*toys.inputs(6)), toys.expected(toy, 6))
+        toys.check(toy, 6)
     # As often as in a rank that traces, so that ranks meet that meet inside a forward.
     assert calls == [0, 1, 2, 3]
     calls.clear()
@@ -363,8 +361,7 @@ def test_a_later_start_loads_its_pieces_and_neither_traces_nor_compiles(
     assert calls == [0, 1, 2, 3]
     with torch.no_grad():  # its weights are those of its own module
         toy.layers[0].o.weight.add_(1)
-    for n in (6, 1, 4):
-        assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+    toys.check(toy, 6, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +387,7 @@ def test_a_plan_that_is_of_no_use_is_traced_again(
     monkeypatch.setattr(CompileCache, "load_plan", lambda self: spoil(load(self) or ""))
     with counter.expect(num_graphs_seen=1):
         toy = toys.build(**warm)
-        assert torch.equal(toy(*toys.inputs(6)), toys.expected(toy, 6))
+        toys.check(toy, 6)
     assert "traced again, because its plan is of no use" in caplog.text
     monkeypatch.undo()
 
@@ -401,23 +398,11 @@ def test_sizes_that_are_compiled_lazily_need_the_graph_and_so_a_trace(
 ) -> None:
     toy = toys.build(**{**warm, "compile_sizes": (5,)}, compile_lazily=True)
     with counter.expect(num_graphs_seen=1):
-        for n in (5, 5, 5):
-            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+        toys.check(toy, 5, 5, 5)
     assert [call.shape for call in asked] == [None] * 4 + [5] * 4
 
 
 # --- level 1 ----------------------------------------------------------------------------------
-
-
-@pytest.mark.feature("A02")
-def test_level_1_is_one_graph_that_runs_as_traced(toys: Any) -> None:
-    toy = toys.build(level=1)
-    run = compile_as_is(toy)
-    with counter.expect(num_graphs_seen=1, num_backend_compilations=0):
-        for n in (8, 1, 2, 33):
-            assert torch.equal(run(*toys.inputs(n)), toys.expected(toy, n))
-            ids, positions = toys.inputs(n)
-            assert torch.equal(run(ids, positions=positions), toys.expected(toy, n))
 
 
 @pytest.mark.feature("A02")

@@ -136,21 +136,15 @@ def test_a_break_is_one_line_with_its_place_and_a_remedy(
     assert remedy in message.split("to change: ")[1]
 
 
-@pytest.mark.feature("A07")
-@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.feature("A02", "A07")
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_no_part_of_a_broken_forward_is_compiled(toys: Any, level: int) -> None:
     module = toys.build(lambda: module_of(prints)(), level=level)
+    run = compile_as_is(module) if level == 1 else module
     with (
         counter.expect(num_backend_compilations=0),
         pytest.raises(GraphBreakError, match="found print at"),
     ):
-        module(torch.arange(5))
-
-
-@pytest.mark.feature("A02")
-def test_a_break_is_an_error_at_level_1_too(toys: Any) -> None:
-    run = compile_as_is(toys.build(lambda: module_of(prints)(), level=1))
-    with pytest.raises(GraphBreakError, match="found print at"):
         run(torch.arange(5))
 
 

@@ -54,8 +54,7 @@ def test_one_graph_serves_every_number_of_tokens(
 ) -> None:
     toy = toys.build(dynamic_shapes=mode)
     with counter.expect(num_graphs_seen=1):
-        for n in (first, 8, 1, 2, 33):
-            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+        toys.check(toy, first, 8, 1, 2, 33)
 
 
 @pytest.mark.feature("J03")
@@ -64,11 +63,10 @@ def test_backed_symbols_are_traced_with_two_tokens_or_more(
 ) -> None:
     toy = toys.build(dynamic_shapes=DynamicShapes.BACKED)
     with counter.expect(num_graphs_seen=0):
-        assert torch.equal(toy(*toys.inputs(1)), toys.expected(toy, 1))
+        toys.check(toy, 1)
     assert "too few tokens to trace with: 1" in caplog.text
     with counter.expect(num_graphs_seen=1):
-        for n in (2, 1, 9):
-            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+        toys.check(toy, 2, 1, 9)
 
 
 @pytest.mark.feature("J01")
@@ -132,8 +130,7 @@ def test_what_the_warning_names_is_one_graph_for_every_size(
     caplog.clear()
     module = toys.build(module_of(remedy))
     with counter.expect(num_graphs_seen=1):
-        for n in (8, 2, 3, 5, 33):
-            assert torch.equal(module(*toys.inputs(n)), toys.expected(module, n))
+        toys.check(module, 8, 2, 3, 5, 33)
     assert "found" not in caplog.text and "traced for" not in caplog.text
 
 
@@ -187,8 +184,7 @@ def test_a_number_of_tokens_taken_for_a_constant_is_an_error_with_its_line(
 @pytest.mark.feature("J02")
 def test_evaluated_guards_report_the_step_that_breaks_one(toys: Any) -> None:
     module = toys.build(module_of(branching), evaluate_guards=True)
-    for n in (8, 1, 2, 16):
-        assert torch.equal(module(*toys.inputs(n)), toys.expected(module, n))
+    toys.check(module, 8, 1, 2, 16)
     with pytest.raises(GuardError, match=r"num_tokens: wanted .*16.* asked when traced, found 17"):
         module(*toys.inputs(17))
 

@@ -13,15 +13,8 @@ import pytest
 import torch
 
 from compile.custom_op import direct_register_custom_op
+from compile.pieces import stitch
 from compile.pieces.split import placeholders, split_graph
-from compile.pieces.stitch import (
-    BoundInput,
-    CopyError,
-    bind_ops,
-    compile_execution_fn,
-    generate_execution_code,
-    make_copy_and_call,
-)
 
 ATTENTION = "lockstep::toy_attention"
 X = torch.randn(5, 8)
@@ -55,18 +48,18 @@ class Stitched:
         self.root, self.items = split_graph(graph, ops)
         nodes = [node.name for node in placeholders(self.root)]
         [output] = self.root.graph.find_nodes(op="output")
-        self.code = generate_execution_code(
+        self.code = stitch.generate_execution_code(
             self.root,
             self.items,
             nodes,
-            [BoundInput(argument=name) for name in nodes],
+            [stitch.BoundInput(argument=name) for name in nodes],
             tuple(range(len(output.args[0]))),
         )
         self.pieces = {name: getattr(self.root, item) for name, item in self.code.pieces.items()}
 
     def run(self, kept: Callable[..., Any] = lambda op: op) -> Any:
-        values = {**self.pieces, **bind_ops(self.code.ops, kept)}
-        return compile_execution_fn(self.code.source, values)(*self.passed)
+        values = {**self.pieces, **stitch.bind_ops(self.code.ops, kept)}
+        return stitch.compile_execution_fn(self.code.source, values)(*self.passed)
 
 
 @pytest.fixture
@@ -142,23 +135,18 @@ def test_ops_that_return_nothing_are_not_kept(toys: Any, stitched: Any) -> None:
     found.run(lambda op: pytest.fail("attention writes into its caller's output"))
 
 
-class Seen:
-    """Notes addresses and values that arrive behind the copy layer."""
-
-    def __init__(self) -> None:
-        self.addresses: list[tuple[int, ...]] = []
-        self.values: list[list[torch.Tensor]] = []
-
-    def __call__(self, *args: torch.Tensor) -> None:
-        self.addresses.append(tuple(arg.data_ptr() for arg in args))
-        self.values.append([arg.clone() for arg in args])
-
-
 @pytest.mark.feature("M06")
 def test_inputs_with_tokens_arrive_at_fixed_addresses_with_their_values() -> None:
-    seen, weight = Seen(), torch.randn(4)
+    addresses: list[tuple[int, ...]] = []
+    values: list[list[torch.Tensor]] = []
+
+    def seen(*args: torch.Tensor) -> None:
+        addresses.append(tuple(arg.data_ptr() for arg in args))
+        values.append([arg.clone() for arg in args])
+
+    weight = torch.randn(4)
     # The tokens of the third are in its second dimension, and the last has none.
-    call = make_copy_and_call(seen, [(0,), (0,), (1,), ()], 8)
+    call = stitch.make_copy_and_call(seen, [(0,), (0,), (1,), ()], 8)
     given = [
         (torch.arange(n), torch.randn(n, 3), torch.arange(3 * n).view(3, n), weight)
         for n in (5, 8, 1, 5)
@@ -166,9 +154,9 @@ def test_inputs_with_tokens_arrive_at_fixed_addresses_with_their_values() -> Non
     for i, args in enumerate(given):
         with torch.inference_mode(i == 0):  # buffers made in it can be written outside
             call(*args)
-    assert len(set(seen.addresses)) == 1
-    assert seen.addresses[0][3] == weight.data_ptr()
-    for args, found in zip(given, seen.values, strict=True):
+    assert len(set(addresses)) == 1
+    assert addresses[0][3] == weight.data_ptr()
+    for args, found in zip(given, values, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(args, found, strict=True))
-    with pytest.raises(CopyError, match="wanted at most 8 tokens, found 9"):
+    with pytest.raises(stitch.CopyError, match="wanted at most 8 tokens, found 9"):
         call(torch.arange(9), *given[0][1:])

@@ -238,22 +238,17 @@ def test_a_layer_attends_decodes_and_chunks_and_zeroes_padding(window: int | Non
         close(out[rows], plain_attention(rotated[rows], *held, window))
 
 
-@pytest.mark.usefixtures("no_reference")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", range(1, 9))
-def test_attention_equals_its_reference_for_every_group(
-    group: int, dtype: torch.dtype, queries: list[int] | None
-) -> None:
-    Case(LENGTHS, queries, group=group, dtype=dtype).check()
+GROUPS = [{"group": n} for n in range(1, 9)]
+DIMS = [{"dim": n} for n in (8, 12, 16, 24, 33, 64, 80, 96, 128, 160, 256)]
 
 
 @pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 12, 16, 24, 33, 64, 80, 96, 128, 160, 256])
-def test_attention_equals_its_reference_for_every_head_dim(
-    dim: int, dtype: torch.dtype, queries: list[int] | None
+@pytest.mark.parametrize("shape", [*GROUPS, *DIMS], ids=str)
+def test_attention_equals_its_reference_for_every_group_and_head_dim(
+    shape: dict[str, Any], dtype: torch.dtype, queries: list[int] | None
 ) -> None:
-    Case(LENGTHS, queries, dim=dim, dtype=dtype).check()
+    Case(LENGTHS, queries, dtype=dtype, **shape).check()
 
 
 @pytest.mark.usefixtures("no_reference")

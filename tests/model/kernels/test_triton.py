@@ -59,6 +59,15 @@ def test_kernels_equal_their_torch_references(
 
 
 REPORT = ROOT / "examples" / "bench" / "kernel_report.py"
+KERNELS = {
+    "decode": ("join", "split"),
+    "elementwise": ("norm", "silu"),
+    "experts": ("down", "sum", "up"),
+    "filters": ("filter", "search"),
+    "prefill": ("prefill",),
+    "rope": ("rope",),
+    "routing": ("route", "sort"),
+}
 SHARED_LIMIT = {80: 100 * 1024, 90: 164 * 1024}
 
 
@@ -77,22 +86,9 @@ def usages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.feature("Y02")
 def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any]]) -> None:
     assert {(usage["kernel"], usage["arch"]) for usage in usages} == {
-        (kernel, arch)
-        for kernel in (
-            "decode._join_kernel",
-            "decode._split_kernel",
-            "experts._down_kernel",
-            "experts._sum_kernel",
-            "experts._up_kernel",
-            "elementwise._norm_kernel",
-            "filters._filter_kernel",
-            "filters._search_kernel",
-            "prefill._prefill_kernel",
-            "rope._rope_kernel",
-            "routing._route_kernel",
-            "routing._sort_kernel",
-            "elementwise._silu_kernel",
-        )
+        (f"{module}._{kernel}_kernel", arch)
+        for module, kernels in KERNELS.items()
+        for kernel in kernels
         for arch in SHARED_LIMIT
     }
 

@@ -35,16 +35,6 @@ def families(app: Any) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(app.metrics()[0])}
 
 
-def growing(app: Any) -> Series:
-    """Return all series that may never fall: of counters and histograms."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in families(app).values()
-        if family.type in ("counter", "histogram")
-        for sample in family.samples
-    }
-
-
 def total(series: Series, name: str, **labels: str) -> float:
     """Return the sum of a name's series with these labels."""
     return sum(
@@ -52,6 +42,11 @@ def total(series: Series, name: str, **labels: str) -> float:
         for (found, own), value in series.items()
         if found == PREFIX + name and set(labels.items()) <= set(own)
     )
+
+
+def growth(before: Series, after: Series) -> Callable[..., float]:
+    """Return by how much each name's series with some labels have grown."""
+    return lambda name, **labels: total(after, name, **labels) - total(before, name, **labels)
 
 
 def assert_no_fall(before: Series, after: Series) -> None:
@@ -67,7 +62,7 @@ def ask(client: openai.OpenAI, question: str, **fields: Any) -> Any:
 
 
 def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.OpenAI) -> None:
-    before = growing(server)
+    before = server.totals()
     began = time.monotonic()
     answers = [
         ask(client, f"Count from {i} to 20.", max_tokens=24 + i, n=1 + i % 2, temperature=0)
@@ -79,12 +74,9 @@ def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.
     usages = [*(answer.usage for answer in answers), chunks[-1].usage]
     reasons = [choice.finish_reason for answer in answers for choice in answer.choices]
     reasons += [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason]
-    after = growing(server)
+    after = server.totals()
     assert_no_fall(before, after)
-
-    def grown(name: str, **labels: str) -> float:
-        return total(after, name, **labels) - total(before, name, **labels)
-
+    grown = growth(before, after)
     completion = sum(usage.completion_tokens for usage in usages)
     prompt = sum(usage.prompt_tokens for usage in usages)
     cached = sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
@@ -117,25 +109,17 @@ def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -
     answer = ask(client, "Count from 3 to 19.", max_tokens=40, temperature=0)
     usage = answer.usage
     cached = usage.prompt_tokens_details.cached_tokens
-    decoded = usage.completion_tokens - 1
+    decoded: int = usage.completion_tokens - 1
+    computed: int = usage.prompt_tokens - cached
 
-    def grown_by(series: Series, name: str, **labels: str) -> float:
-        return total(series, name, **labels) - total(before, name, **labels)
+    def have_told(now: Series) -> bool:
+        grown = growth(before, now)
+        is_prefilled = grown("prompt_tokens_computed_total") >= computed
+        return is_prefilled and grown("steps_total", engine="decode-0-0") >= decoded
 
-    after = settled(
-        server,
-        lambda now: (
-            grown_by(now, "prompt_tokens_computed_total") >= usage.prompt_tokens - cached
-            and grown_by(now, "steps_total", engine="decode-0-0") >= decoded
-        ),
-    )
-
-    def grown(name: str, **labels: str) -> float:
-        return grown_by(after, name, **labels)
-
-    assert (
-        grown("prompt_tokens_computed_total", engine="prefill-0-0") == usage.prompt_tokens - cached
-    )
+    grown = growth(before, settled(server, have_told))
+    assert grown("prompt_tokens_computed_total", engine="prefill-0-0") == computed
+    assert grown("prompt_tokens_computed_total") == computed  # none by a decode rank
     assert grown("steps_total", engine="decode-0-0", kind="decode") >= decoded
     assert grown("scheduled_tokens_total", engine="decode-0-0") >= decoded
     # The decode pool of the bundled model replays a graph for each of its steps.
@@ -159,17 +143,18 @@ def settled(server: Any, have_told: Callable[[Series], bool] = lambda series: Tr
     Reports are late where the machine is busy: `have_told` says that what is waited for is there.
     """
     last: Series = {}
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = growing(server)
+
+    def settled_totals() -> Series | None:
+        nonlocal last
+        before, last = last, server.totals()
         running = families(server)["lockstep:num_requests_running"].samples
-        steps = total(found, "steps_total")
-        is_idle = not any(s.value for s in running)
-        if last and is_idle and steps == total(last, "steps_total") and have_told(found):
-            return found
-        last = found
-        time.sleep(1.5)  # ranks are asked four times a second
-    raise AssertionError("ranks count on")
+        is_idle = before and not any(sample.value for sample in running)
+        is_same = total(before, "steps_total") == total(last, "steps_total")
+        return last if is_idle and is_same and have_told(last) else None
+
+    # Ranks are asked four times a second.
+    found: Series = server.wait_until(settled_totals, lambda: "ranks count on", 60, 1.5)
+    return found
 
 
 def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
@@ -199,7 +184,7 @@ def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
         text, kind = server.metrics(OPEN_METRICS)
         assert kind.startswith("application/openmetrics-text; version=1.0.0")
         assert {f.name for f in open_metrics_families(text)} == set(found)
-        now = growing(server)
+        now = server.totals()
         assert_no_fall(seen, now)
         seen = now
     for thread in threads:
@@ -254,11 +239,11 @@ def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
         ray.kill(ray.get_actor(ingress["name"], namespace="serve"))
         app.wait_until(lambda: is_gone(ingress["name"]) and app.get("/ready")[0] == 200)
         app.wait_until_ready()
-        app.wait_until(lambda: total(growing(app), "steps_total") > 0)
-        last = growing(app)
+        app.wait_until(lambda: total(app.totals(), "steps_total") > 0)
+        last = app.totals()
         assert_no_fall(again, last)
         ask(api, "Count from 3 to 19.", max_tokens=40, temperature=0)
-        grown = total(growing(app), "generation_tokens_total")
+        grown = total(app.totals(), "generation_tokens_total")
         assert grown == total(again, "generation_tokens_total") + usage.completion_tokens
 
 

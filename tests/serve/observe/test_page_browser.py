@@ -225,6 +225,12 @@ def open_page(chromium: Chromium) -> Iterator[Callable[[Any], Page]]:
     assert found == []
 
 
+@pytest.fixture(scope="module")
+def server(start_shared_app: Callable[..., Any]) -> Any:
+    """The application of the other tests, but that its pieces, as traced, are there in seconds."""
+    return start_shared_app("shown", "compilation.use_inductor=false")
+
+
 @pytest.fixture
 def requests(server: Any) -> Iterator[None]:
     """Keep two requests running."""

@@ -279,19 +279,14 @@ def settings() -> ApiSettings:
 
 @pytest.fixture
 def admission() -> Admission:
-    return new_admission()
-
-
-@pytest.fixture
-def make_admission() -> Callable[..., Admission]:
-    """Return an admission with these limits: `make_admission(max_body_bytes=...)`."""
-    return new_admission
-
-
-def new_admission(max_live: int = 2048, **limits: Any) -> Admission:
-    """Return an admission with room for whatever a test does not limit."""
-    given = {"max_queue_wait_s": 60.0, "max_body_bytes": 8 << 20, "retry_after_s": 3.0}
-    return Admission(max_running=max_live, max_queued=0, **{**given, **limits})
+    """One with room for whatever a test does not limit."""
+    return Admission(
+        max_running=2048,
+        max_queued=0,
+        max_queue_wait_s=60.0,
+        max_body_bytes=8 << 20,
+        retry_after_s=3.0,
+    )
 
 
 @pytest.fixture
@@ -309,15 +304,15 @@ def app(serving: Serving) -> Starlette:
 Call = Callable[..., httpx.Response]
 
 
-def send(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
+async def ask(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
     """Send one request to an app in process."""
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.request(method, path, **kwargs)
 
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **kwargs)
 
-    return asyncio.run(ask())
+def send(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    return asyncio.run(ask(app, method, path, **kwargs))
 
 
 @pytest.fixture
@@ -379,12 +374,8 @@ class Chats:
         self.backend.writes(self.tokenizer, text, rng=rng, finish_reason=finish_reason)
 
     def post(self, **body: Any) -> httpx.Response:
-        async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.post("/v1/chat/completions", json={"messages": HI, **body})
-
-        return self.runner.run(ask())
+        asked = {"messages": HI, **body}
+        return self.runner.run(ask(self.app, "POST", "/v1/chat/completions", json=asked))
 
     def choice(self, **body: Any) -> dict[str, Any]:
         """Return the choice that is answered, or the one that a stream's deltas make up."""

@@ -338,13 +338,14 @@ async def all_but_the_last_byte(num_bytes: int) -> Any:
     ids=["a small body", "a large one of another key"],
 )
 async def test_bodies_that_wait_for_their_rest_shut_nobody_out(
-    backend: Any, tokenizer: Any, make_admission: Any, access: dict[str, Any], num_bytes: int
+    backend: Any, tokenizer: Any, access: dict[str, Any], num_bytes: int
 ) -> None:
     """Eight bodies are complete but for the last byte, and hold all bytes; a request is served."""
     settings = ApiSettings(
         served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB, **access)
     )
-    admission = make_admission(max_body_bytes=MIB)
+    limits: dict[str, Any] = {"max_queue_wait_s": 60.0, "max_body_bytes": MIB, "retry_after_s": 3.0}
+    admission = Admission(max_running=2048, max_queued=0, **limits)
     serving = Serving(settings, backend, lambda: tokenizer, admission)
     app = build_app(serving)
     body = b'{"prompt":"a"' + b" " * num_bytes + b"}"

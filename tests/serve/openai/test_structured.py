@@ -10,6 +10,7 @@ import signal
 import termios
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -289,11 +290,11 @@ def test_a_response_is_made_of_the_calls_that_are_forced(call: Any) -> None:
 @pytest.mark.feature("R09")
 def test_a_schema_whose_process_was_killed_is_tried_again(call: Any, llm: LLM) -> None:
     """It gets 503 then, and is served the next time."""
-    queue = llm.tokenizer.grammars
-    queue.start()
-    process = queue._idle[-1]._process
-    assert process is not None
+    process = llm.tokenizer.grammars._idle[-1].start()  # the one that is taken next
     process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
 
     def kill() -> None:
         num_bytes = array.array("i", [0])

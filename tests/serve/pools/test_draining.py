@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,42 +20,27 @@ import ray
 from serve import serve_run
 from serve.serve_run import drain, drain_at_exit
 
-ROOT = Path(__file__).resolve().parents[3]
-SERVE = Path(sys.executable).with_name("serve")
 NUM_STREAMS = 4
-NUM_TOKENS = 1900
+NUM_TOKENS = 1200
+"""So many that streams still run when what drains says so."""
+TOO_MANY_TOKENS = 1900
+"""For the time that is left."""
 
 
 @pytest.fixture
 def run(
-    tmp_path: Path, new_port: Callable[[], int]
-) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], str, Path]]]:
+    start_serve: Any, tmp_path: Path, new_port: Callable[[], int]
+) -> Iterator[Callable[..., Any]]:
     """Return a function that starts an application on a cluster of its own."""
     started: list[subprocess.Popen[bytes]] = []
-    # Where the tests run under `nohup` it is ignored, and so it would be in what they start.
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-    def start(
-        *arguments: str, target: str = "serve.app:deploy"
-    ) -> tuple[subprocess.Popen[bytes], str, Path]:
+    def start(*arguments: str, target: str = "serve.app:deploy") -> Any:
         port = new_port()
-        log = tmp_path / "log"
-        command = [SERVE, "run", target, "pools=mixed", "O=0", f"port={port}"]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*command, *arguments],
-                cwd=ROOT,
-                env=os.environ | {"RAY_ADDRESS": "local"},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-        started.append(process)
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 900
-        while get(url + "/ready")[0] != 200:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        return process, url, log
+        command = [target, "pools=mixed", "O=0", f"port={port}", *arguments]
+        app = start_serve(command, address="local", port=port, log=tmp_path / "log")
+        started.append(app.process)
+        app.wait_until_ready(is_compiled=False)
+        return app
 
     yield start
     for process in started:
@@ -67,15 +49,6 @@ def run(
                 child.kill()
             process.kill()
             process.wait()  # or the next test finds it unwaited for
-    signal.signal(signal.SIGHUP, hangup)
-
-
-def get(url: str) -> tuple[int, dict[str, Any]]:
-    """Return code and JSON of an answer; code 0 where there is none of the application's."""
-    with suppress(httpx.HTTPError, ValueError):
-        answer = httpx.get(url, timeout=60)
-        return answer.status_code, answer.json()
-    return 0, {}
 
 
 class Stream(threading.Thread):
@@ -117,13 +90,6 @@ def begin(url: str, max_tokens: int, number: int) -> list[Stream]:
     for stream in streams:
         assert stream.has_begun.wait(600)
     return streams
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
@@ -205,33 +171,33 @@ def deploy(args):
 @pytest.mark.feature("R02")
 def test_draining_starts_no_thread_once_the_interpreter_ends(run: Any, tmp_path: Path) -> None:
     (tmp_path / "refuses.py").write_text(REFUSES_THREADS)
-    process, _, log = run(f"--app-dir={tmp_path}", target="refuses:deploy")
-    process.send_signal(signal.SIGTERM)
-    process.wait(300)
-    assert "draining: 2 running, at most 60 s" in log.read_text()
-    assert "cut off" not in log.read_text()
+    app = run(f"--app-dir={tmp_path}", target="refuses:deploy")
+    app.process.send_signal(signal.SIGTERM)
+    app.process.wait(300)
+    assert "draining: 2 running, at most 60 s" in app.log.read_text()
+    assert "cut off" not in app.log.read_text()
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.feature("R02")
 def test_streams_that_run_at_sigterm_end_whole_and_what_comes_is_refused(run: Any) -> None:
-    process, url, log = run("drain_timeout_s=900")
-    streams = begin(url, NUM_TOKENS, NUM_STREAMS)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    wait_for(lambda: get(url + "/ready")[1].get("status") == "draining", "draining")
+    app = run("drain_timeout_s=900")
+    streams = begin(app.url, NUM_TOKENS, NUM_STREAMS)
+    children = psutil.Process(app.process.pid).children(recursive=True)
+    app.process.send_signal(signal.SIGTERM)
+    app.wait_until(lambda: app.get("/ready")[1]["status"] == "draining")
     assert any(stream.is_alive() for stream in streams)
-    refused = httpx.post(url + "/v1/completions", json={"prompt": "2"}, timeout=300)
+    refused = httpx.post(app.url + "/v1/completions", json={"prompt": "2"}, timeout=300)
     assert refused.status_code == 503
     assert int(refused.headers["Retry-After"]) >= 1
     assert "/ready tells why" in refused.json()["error"]["message"]
     for stream in streams:
         stream.join(900)
-    assert all(stream.is_whole for stream in streams), log.read_text()
+    assert all(stream.is_whole for stream in streams), app.log.read_text()
     assert [stream.num_tokens for stream in streams] == [NUM_TOKENS] * NUM_STREAMS
-    process.wait(900)
-    assert f"draining: {NUM_STREAMS} running" in log.read_text()
+    app.process.wait(900)
+    assert f"draining: {NUM_STREAMS} running" in app.log.read_text()
     _, alive = psutil.wait_procs(children, timeout=600)
     assert not alive
 
@@ -243,15 +209,15 @@ def test_streams_that_run_at_sigterm_end_whole_and_what_comes_is_refused(run: An
 def test_a_second_signal_or_the_end_of_its_time_cuts_streams_off(
     run: Any, signal_again: bool
 ) -> None:
-    process, url, log = run(f"drain_timeout_s={1000 if signal_again else 0.5}")
-    streams = begin(url, NUM_TOKENS, NUM_STREAMS)
-    process.send_signal(signal.SIGTERM if signal_again else signal.SIGHUP)
-    wait_for(lambda: f"draining: {NUM_STREAMS} running" in log.read_text(), "draining")
+    app = run(f"drain_timeout_s={1000 if signal_again else 0.5}")
+    streams = begin(app.url, TOO_MANY_TOKENS, NUM_STREAMS)
+    app.process.send_signal(signal.SIGTERM if signal_again else signal.SIGHUP)
+    app.wait_until(lambda: f"draining: {NUM_STREAMS} running" in app.log.read_text())
     if signal_again:
-        process.send_signal(signal.SIGTERM)
-    process.wait(900)
+        app.process.send_signal(signal.SIGTERM)
+    app.process.wait(900)
     for stream in streams:
         stream.join(600)
     assert not any(stream.is_whole for stream in streams)
-    is_over = f"drain_timeout_s: {NUM_STREAMS} cut off after 0.5 s" in log.read_text()
+    is_over = f"drain_timeout_s: {NUM_STREAMS} cut off after 0.5 s" in app.log.read_text()
     assert is_over is not signal_again

@@ -209,10 +209,31 @@ async def test_the_handoff_goes_to_a_decode_engine_and_both_are_told_of_a_client
     assert [each.aborted() for each in pools.connections.all] == [[["r.0"]], [["r.0"]]]
 
 
-async def test_a_prefill_engine_that_ends_after_its_handoff_wastes_no_decode() -> None:
-    pools = Pools(prefill=[hand_over_and_crash], decode=[finish_at(1)])
-    assert await tokens_of(pools) == [5, 7]
-    assert (pools.output_ids("prefill"), pools.output_ids("decode")) == ([[]], [[5]])
+async def test_a_prefill_engine_that_ends_matters_until_its_kv_is_read() -> None:
+    """Before that, the request is prefilled again, with the tokens that its client has."""
+
+    def never_read(run: Run) -> None: ...
+
+    def hand_over_again(run: Run) -> None:
+        run.output([6], "handoff", position=1)
+
+    reads: list[Run] = []
+
+    def read(run: Run) -> None:
+        run.output([7], position=2)
+        reads.append(run)
+
+    pools = Pools(prefill=[hand_over_and_crash, hand_over_again], decode=[never_read, read])
+    outputs = pools.router.generate(request_of())
+    async with asyncio.timeout(60):
+        assert [(await anext(outputs)).token_ids for _ in range(3)] == [[5], [6], [7]]
+        leaders = [each.leader for each in pools.connections.all]
+        [*_, prefill] = [leader for leader in leaders if leader.report.pool == "prefill"]
+        prefill.on_end("its connection ended")
+        finish_at(3)(reads[0])
+        assert (await anext(outputs)).finish_reason == "length"
+    assert pools.output_ids("prefill") == [[], [5]]
+    assert pools.output_ids("decode") == [[5], [5, 6]]
 
 
 def twice(run: Run) -> None:

@@ -41,7 +41,10 @@ ONE_IS_FINE = StructuredOutputsParams(regex="[a-c]{3}x")
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[GrammarProcess]:
-    yield GrammarProcess(Path(bundled_model()))
+    """One that may wait for its processor as long as a busy machine makes it wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_process, "MAX_WAIT_S", 600.0)
+        yield GrammarProcess(Path(bundled_model()))
 
 
 def text_of(process: GrammarProcess, wanted: StructuredOutputsParams) -> str:

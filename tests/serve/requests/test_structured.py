@@ -42,14 +42,16 @@ def llm() -> LLM:
     return LLM(enforce_eager=True, **SIZES)
 
 
-def generate(llm: LLM, wanted: dict[str, Any], n: int = 4, **fields: Any) -> list[tuple[str, str]]:
+def generate(
+    llm: LLM, wanted: dict[str, Any], n: int = 4, prompt: str = PROMPTS[0], **fields: Any
+) -> list[tuple[str, str]]:
     """Return the texts of `n` choices and how they ended."""
     params = SamplingParams(
         n=n,
         structured_outputs=StructuredOutputsParams(**wanted),
         **{"max_tokens": 100, "seed": 5, **fields},
     )
-    [output] = llm.generate(PROMPTS[0], params)
+    [output] = llm.generate(prompt, params)
     return [(choice.text, str(choice.finish_reason)) for choice in output.outputs]
 
 
@@ -371,15 +373,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def texts(llama: LLM, wanted: dict[str, Any]) -> list[str]:
     """Return the texts of some choices that have ended."""
-    params = SamplingParams(
-        n=8,
-        seed=3,
-        temperature=1.0,
-        max_tokens=200,
-        structured_outputs=StructuredOutputsParams(**wanted),
-    )
-    [output] = llama.generate("a the", params)
-    ended = [choice.text for choice in output.outputs if choice.finish_reason == "stop"]
+    found = generate(llama, wanted, 8, "a the", seed=3, temperature=1.0, max_tokens=200)
+    ended = [text for text, reason in found if reason == "stop"]
     assert len(ended) >= 4
     return ended
 

@@ -71,8 +71,7 @@ class Reader:
         if not self.socket.poll(timeout_ms):
             return None
         _, body, *_ = self.socket.recv_multipart()
-        answer: KVAnswer = decode(body, KVAnswer)
-        return answer
+        return decode(body, KVAnswer)
 
 
 @pytest.fixture
@@ -184,18 +183,13 @@ def test_a_lease_ends_in_time_whatever_is_sent(reader: Reader) -> None:
 
     def flood() -> None:
         while not is_over.is_set():
-            for _ in range(100):
+            try:
                 reader.socket.send_multipart([b"x", b"y"], zmq.NOBLOCK)
                 time.sleep(0)
-
-    def quietly() -> None:
-        while not is_over.is_set():
-            try:
-                flood()
             except zmq.Again:
                 time.sleep(0.001)
 
-    thread = threading.Thread(target=quietly)
+    thread = threading.Thread(target=flood)
     thread.start()
     try:
         time.sleep(0.2)
@@ -330,8 +324,7 @@ class Target:
         handoff = KVHandoff(handoff_id, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
         self.puller.expect("r", handoff)
         self.puller.start("r", handoff, [0], [3])
-        result: ReadEnded = wait_for(self.puller.take_finished)[0]
-        return result
+        return wait_for(self.puller.take_finished)[0]
 
 
 @pytest.fixture

@@ -210,7 +210,6 @@ def test_the_memory_of_a_dead_holder_is_let_go_of(make_pair: MakePair) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, size], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
-        assert holder.stdout is not None
         fd = int(holder.stdout.readline())
         dead = replace(handoff.sources[0], pid=holder.pid, shm_fd=fd)
         assert pair.read(replace(handoff, sources=[dead]), 1).ok

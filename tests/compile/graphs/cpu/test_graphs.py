@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from compile.context import ForwardContext, forward_context, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from compile.errors import CaptureError, ReplayError
-from compile.graphs.boundary import active, boundary, map_tensors, tensors_of
+from compile.graphs.boundary import active, boundary
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
 from compile.graphs.pools import GraphPool, StepGraph, new_graph_pool, new_step_graph
@@ -201,29 +201,26 @@ def test_a_compiled_piece_is_one_call_and_is_compiled_once() -> None:
     assert len(compilations) == 1
 
 
-def test_a_piece_keeps_strides_shared_memory_and_what_is_no_tensor() -> None:
-    x = torch.rand(N, N)
-    fn = boundary(lambda a: [*_piece(a, a), {"n": 3, "t": a.t().sin()}, None])
-    _, (top, bottom, row, same, named, nothing) = captured(lambda: fn(x))
-    assert top.untyped_storage().data_ptr() == bottom.untyped_storage().data_ptr()
-    assert bottom.data_ptr() == top.data_ptr() + N * N * 4
-    assert (row.stride(), named["t"].stride()) == ((0, 1), (1, N))
-    assert same is x
-    assert (named["n"], nothing) == (3, None)
-
-
 class Pair(NamedTuple):
     hidden: torch.Tensor
     name: str
 
 
-def test_containers_keep_their_types_and_tensors_their_order() -> None:
-    x = [torch.full((), float(i)) for i in range(5)]
-    value = (x[0], [x[1], None, 3], {"a": x[2], "b": "text"}, Pair(x[3], "n"), x[4])
-    assert [float(t) for t in tensors_of(value)] == [0, 1, 2, 3, 4]
-    found = map_tensors(lambda t: int(t) * 10, value)
-    assert found == (0, [10, None, 3], {"a": 20, "b": "text"}, (30, "n"), 40)
-    assert type(found[3]) is Pair
+def test_a_piece_keeps_strides_shared_memory_containers_and_what_is_no_tensor() -> None:
+    x = torch.rand(N, N)
+    others = boundary(lambda a: [{"n": 3, "t": a.t().sin()}, (None, Pair(a.cos(), "cos"))])
+    _, (top, bottom, row, same) = captured(lambda: piece(x, x))
+    graph, found = captured(lambda: others(x))
+    named, (nothing, pair) = found
+    assert top.untyped_storage().data_ptr() == bottom.untyped_storage().data_ptr()
+    assert bottom.data_ptr() == top.data_ptr() + N * N * 4
+    assert (row.stride(), named["t"].stride()) == ((0, 1), (1, N))
+    assert same is x
+    assert [type(each) for each in (found, found[1], pair)] == [list, tuple, Pair]
+    assert (named["n"], nothing, pair.name) == (3, None, "cos")
+    x.fill_(0.5)
+    graph.replay()
+    assert torch.equal(named["t"], x.t().sin()) and torch.equal(pair.hidden, x.cos())
 
 
 # --- composite ops ------------------------------------------------------------------------------
