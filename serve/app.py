@@ -32,7 +32,7 @@ from compile.errors import FieldError
 from serve.config import RETRY_AFTER_S, DeployConfig, PoolConfig, deploy_config
 from serve.ingress import Ingress
 from serve.pools.pool import Pool
-from serve.serve_run import INGRESS, drain_at_exit, listen
+from serve.serve_run import INGRESS, drain_at_exit, listen, outlast
 
 MAX_REFUSALS = 128
 """Requests that an ingress may be refusing, or answering about its health, beside those that it
@@ -42,8 +42,8 @@ MAX_AT_PROXY = 256
 the proxy, and callers by handle `BackPressureError`. Each costs proxy and ingress some
 milliseconds, whatever becomes of it."""
 
-GRACEFUL_S = 20
-"""How long requests that run may take when their application is ended; then they are cut off."""
+INGRESS_STOP_S = 5.0
+"""What an ingress may take to end once its last request has."""
 STOP_PERIOD_S = 0.1
 """How soon Serve runs a stopping replica's code once no call is open, which is always."""
 LOOK_PERIOD_S = 1.0
@@ -70,6 +70,7 @@ def deploy(args: dict[str, Any]) -> Application:
         watch.start()
         atexit.register(watch.end)  # after what runs was answered
         drain_at_exit(config.args.drain_timeout_s)
+        outlast(config.args.request_timeout_s)
     else:
         watch.forget()
     return build(config)
@@ -80,7 +81,10 @@ def build(config: DeployConfig) -> Application:
     ingress = ray_serve.deployment(
         name=INGRESS,
         num_replicas=config.num_ingresses,
-        graceful_shutdown_timeout_s=GRACEFUL_S,
+        # Its successor is there first. What it has promised its clients it keeps: HTTP streams
+        # cannot move, so it ends with its last one.
+        max_surge_percent=100,
+        graceful_shutdown_timeout_s=config.args.request_timeout_s + INGRESS_STOP_S,
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
         max_ongoing_requests=sum(config.ingress_share) + MAX_REFUSALS,
         max_queued_requests=MAX_AT_PROXY,

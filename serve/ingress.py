@@ -31,6 +31,7 @@ from serve.pools.directory import Directory
 from serve.pools.links import LeaderLinks
 from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
+from serve.serve_run import warn_of_cuts
 
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `malloc.h`."""
@@ -59,6 +60,8 @@ class Ingress:
         secret = await asyncio.to_thread(application_secret, app_name)
         # Ray reads it so too.
         self._is_behind_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        if self._is_behind_haproxy:
+            warn_of_cuts(config.args.request_timeout_s)
         # Ray's own proxy is one process, and takes the chunks of all ingresses.
         is_shared = not self._is_behind_haproxy
         cost = CHUNK_COST * config.num_ingresses if is_shared else HAPROXY_CHUNK_COST

@@ -113,7 +113,7 @@ class IngressCore:
     async def start(self, *, is_first: bool) -> None:
         """Load and read the board from now on, and return when requests may be sent here. Where
         other ingresses answer meanwhile, this one loads first: Serve sends requests once it is
-        there."""
+        there, and those of an earlier configuration answer until its engines drain."""
         loop = asyncio.get_running_loop()
         loading = loop.create_task(self._load_tokenizer())
         self._tasks += [loading, loop.create_task(self._poll())]
@@ -123,9 +123,11 @@ class IngressCore:
             return
         with suppress(BoardSilent, TimeoutError):
             await asyncio.wait_for(self._refresh(), REFRESH_TIMEOUT_S)
-            if self._readiness.is_anyone_ready:
+            if self._readiness.is_anyone_ready or self._directory.is_replacing:
                 await loading
                 await asyncio.wait_for(self._refresh(), REFRESH_TIMEOUT_S)
+        while self._directory.is_replacing:
+            await asyncio.sleep(POLL_PERIOD_S)
 
     def check_health(self) -> None:
         """Raise if a background task has died, so that Serve replaces this replica."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import atexit
 import errno
+import logging
+import math
 import os
 import signal
 import socket
@@ -27,12 +29,15 @@ import click
 import ray
 from ray import serve as ray_serve
 from ray.exceptions import RayError
+from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from compile.errors import FieldError
+
+log = logging.getLogger("lockstep.serve")
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""
@@ -43,6 +48,8 @@ POLL_PERIOD_S = 0.2
 CALL_TIMEOUT_S = 30.0
 """How long an ingress may take to say so. The first call of a handle looks for its replicas, which
 takes seconds on a busy machine."""
+HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+"""After how many seconds HAProxy cuts the connections that it had when the replicas changed."""
 
 
 def listen(host: str | None, port: int | None) -> None:
@@ -58,6 +65,23 @@ def listen(host: str | None, port: int | None) -> None:
         _refuse(given, "through a Ray client (name it where Serve is started on the cluster)")
     elif not ray.is_initialized():  # it is when `--reload` builds the application again
         ray._private.worker._post_init_hooks.append(partial(_start, given))
+
+
+def outlast(request_timeout_s: float) -> None:
+    """Have the HAProxy of the cluster that this process starts cut no request that is in time."""
+    os.environ.setdefault(HARD_STOP, str(math.ceil(request_timeout_s) + 1))
+
+
+def warn_of_cuts(request_timeout_s: float) -> None:
+    """Say it where the HAProxy of a cluster would cut requests that are in time."""
+    if request_timeout_s > RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S:
+        log.warning(
+            "%s: wanted more than request_timeout_s, %g, in the environment of Ray's nodes, found "
+            "%d: a request that takes longer is cut off if replicas change meanwhile",
+            HARD_STOP,
+            request_timeout_s,
+            RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S,
+        )
 
 
 def _refuse(given: dict[str, str | int], where: str) -> None:

@@ -185,16 +185,26 @@ class Directory:
         """By engine id: the connection of its newest epoch."""
         self._last_ends: dict[str, str] = {}
         """By engine id: how its group ended last."""
+        self._others: set[str] = set()
+        """Pools of another configuration that take requests."""
         self._changed = asyncio.Event()
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether engines of another configuration take requests, and not yet those of this."""
+        return self._others == self._choosers.keys() and not all(map(self._able, self._choosers))
 
     def see(self, reports: Iterable[LeaderReport]) -> None:
         """Take what the board says of all leaders. One that it does not know is kept for as long as
         its connection: a board that was made anew hears of all within a second."""
         reported = set()
+        self._others.clear()
         for report in reports:
             reported.add(report.engine_id)
             if report.config_hash != self._config_hash or report.pool not in self._choosers:
-                continue  # while one deployment replaces another
+                if report.state == "ready":  # while one deployment replaces another
+                    self._others.add(report.pool)
+                continue
             if report.last_end:
                 self._last_ends[report.engine_id] = report.last_end
             known = self._leaders.get(report.engine_id)

@@ -87,8 +87,8 @@ class Started:
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[Started]:
-    board, tick, connections = Board(), StreamBatcher(), dict[str, Unused]()
+async def started(board: Board | None = None) -> AsyncIterator[Started]:
+    board, tick, connections = board or Board(), StreamBatcher(), dict[str, Unused]()
 
     def connect(inbox: str, leader: Leader) -> Connection:
         connections[inbox] = Unused()
@@ -127,6 +127,20 @@ async def test_an_ingress_beside_others_is_there_when_it_can_answer() -> None:
         core, board = made.core, made.board
         assert core.is_ready() and (await core.status())[0] == 200
         assert board.reports[0].loading and not board.reports[-1].loading
+
+
+async def test_an_ingress_is_there_once_those_that_it_replaces_cannot_answer_any_more() -> None:
+    board = Board()
+    [old] = board.leaders = [replace(board.leaders[0], config_hash="theirs")]
+
+    async def drain() -> None:
+        while sum(not report.loading for report in board.reports) < 5:
+            await asyncio.sleep(0)
+        board.leaders = [replace(old, state="draining")]
+
+    draining = asyncio.ensure_future(drain())
+    async with asyncio.timeout(60), started(board):
+        assert draining.done()
 
 
 async def test_figures_come_while_somebody_looks_and_count_what_all_have() -> None:

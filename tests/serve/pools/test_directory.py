@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from scripted import Connections, output_of, report_of, request_of
 
+from cluster.actors.reports import LeaderReport
 from cluster.wire.messages import MAX_ABORTS, Hello
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
@@ -61,6 +63,22 @@ async def test_what_other_ingresses_have_submitted_counts_as_the_board_said_last
     connections.see(report_of(replica="a", load=(4, 0)), report_of(replica="b", load=(3, 1)))
     leaders = [each.leader.num_requests for each in connections.newest.values()]
     assert leaders == [4, 4]
+
+
+async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_ones_serve() -> None:
+    """So long its ingress answers in this one's place."""
+    connections = Connections()
+
+    def is_replacing(*reports: LeaderReport) -> bool:
+        connections.see(*reports)
+        return connections.directory.is_replacing
+
+    old = partial(report_of, replica="old", config_hash="theirs")
+    assert not is_replacing()
+    assert is_replacing(old())
+    assert is_replacing(old(), report_of(state="loading"))
+    assert not is_replacing(old(state="draining"), report_of(state="loading"))
+    assert not is_replacing(old(), report_of())
 
 
 async def test_a_leader_is_chosen_once_it_is_reported_ready_and_has_answered() -> None:
