@@ -19,13 +19,14 @@ from typing import Protocol
 from cluster.wire.messages import FinishReason
 
 MAX_LOSSES = 3
-"""Losses of KV or outputs, while ranks are alive, after which a request fails."""
+"""Losses of KV or outputs in a row, while ranks are alive, after which a request fails."""
 SHARED_DEATHS = 2
 """Deaths of a request's ranks that any request beside it may have caused."""
 MAX_FAILED_TRIALS = 2
 """Deaths of ranks in a request's own trial after which it fails; the first may be a coincidence."""
-TRIAL_TOKENS = 2
-"""A trial covers both kinds of step: the first token comes from prefill, the second from decode."""
+PROGRESS_TOKENS = 2
+"""With so many new ones a trial is over, and losses before them count no more: the first comes from
+prefill, the second from decode."""
 ASK_PERIOD_S = 0.25
 """How often an ingress asks for the lock, and says that it still has it."""
 LOST_AFTER_S = 5.0
@@ -37,7 +38,7 @@ class CrashHistory:
     asked for the lock."""
 
     def __init__(self) -> None:
-        self._num_lost = self._num_deaths = self._num_failed_trials = self._num_trial_tokens = 0
+        self._num_lost = self._num_deaths = self._num_failed_trials = self._num_new_tokens = 0
         self._end: Callable[[], None] | None = None
 
     def __str__(self) -> str:
@@ -46,6 +47,7 @@ class CrashHistory:
         return f"lost {self._num_lost} times on its way"
 
     def add(self, reason: FinishReason) -> None:
+        self._num_new_tokens = 0
         if reason == FinishReason.DIED:
             self._num_deaths += 1
             self._num_failed_trials += self.is_on_trial
@@ -67,12 +69,13 @@ class CrashHistory:
         return self._end is not None
 
     def begin_trial(self, end: Callable[[], None]) -> None:
-        self._end, self._num_trial_tokens = end, 0
+        self._end = end
 
     def count(self, num_tokens: int) -> None:
-        """Note new tokens; with `TRIAL_TOKENS` of them a trial is over."""
-        self._num_trial_tokens += num_tokens
-        if self._num_trial_tokens >= TRIAL_TOKENS:
+        """Note new tokens of the attempt."""
+        self._num_new_tokens += num_tokens
+        if self._num_new_tokens >= PROGRESS_TOKENS:
+            self._num_lost = 0
             self.end_trial()
 
     def end_trial(self) -> None:

@@ -233,7 +233,7 @@ class Stream(threading.Thread):
     def __init__(self, url: str, num_tokens: int) -> None:
         super().__init__(daemon=True)
         self._url, self._num_tokens = url, num_tokens
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.failure = ""
 
     def run(self) -> None:
@@ -246,55 +246,81 @@ class Stream(threading.Thread):
                 answer.raise_for_status()
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
-                        choices = json.loads(line[6:])["choices"]
-                        self.num_tokens += sum(len(each["token_ids"] or []) for each in choices)
+                        for choice in json.loads(line[6:])["choices"]:
+                            self.token_ids += choice["token_ids"] or []
         except (httpx.HTTPError, KeyError) as error:
             self.failure = repr(error)
 
 
 @pytest.mark.feature("R02", "P08")
-def test_streams_of_a_replica_that_is_stopped_end_whole(
+def test_no_stream_notices_that_replicas_go_and_others_take_their_place(
     cluster: Cluster, http_port: int, tmp_path: Path
 ) -> None:
-    """`num_replicas` falls from two to one: the replica that Serve has chosen drains."""
+    """`num_replicas` falls from two to one, and then other arguments replace the one that is left,
+    and the ingress. What runs on a replica that is stopped goes on at another one, with its KV."""
     num_streams, num_tokens = 32, 1900
     url = f"http://127.0.0.1:{http_port}/drains"
-    made = application("drains", "/drains", max_num_seqs=32, drain_timeout_s=600)
 
-    def deployed(num_replicas: int) -> None:
+    def deployed(num_replicas: int, **args: Any) -> None:
+        made = application("drains", "/drains", drain_timeout_s=600, **args)
         pool = {"name": "MixedPool", "num_replicas": num_replicas}
         file = deployable(tmp_path / "app.yaml", http_port, {**made, "deployments": [pool]})
         # What `serve deploy` sends, which takes as long to start as a stream to end.
         asked = yaml.safe_load(file.read_text())
         httpx.put(f"{cluster.dashboard}/api/serve/applications/", json=asked).raise_for_status()
 
-    def replicas() -> list[dict[str, Any]]:
-        with suppress(httpx.HTTPError, ValueError, KeyError):  # it is 503 where one is missing
-            body = httpx.get(f"{url}/ready", timeout=60).json()
-            return list(body["pools"]["mixed"]["replicas"])
-        return []
+    def status() -> dict[str, Any]:
+        with suppress(httpx.HTTPError, ValueError):  # it is 503 where one is missing
+            return dict(httpx.get(f"{url}/status", timeout=60).json())
+        return {}
 
     def num_running(state: str) -> list[int]:
-        found = [replica for replica in replicas() if replica["state"] == state]
+        replicas = status().get("pools", {}).get("mixed", {}).get("replicas", [])
+        found = [replica for replica in replicas if replica["state"] == state]
         return [rank["num_running"] for replica in found for rank in replica["ranks"]]
 
-    deployed(2)
+    def stream(num_tokens: int) -> Stream:
+        made = Stream(f"{url}/v1/completions", num_tokens)
+        made.start()
+        return made
+
+    deployed(2, max_num_seqs=32)
     wait_for_status(cluster, "drains", "RUNNING")
     wait_until(lambda: num_running("ready") == [0, 0])
-    streams = [Stream(f"{url}/v1/completions", num_tokens) for _ in range(num_streams)]
-    for stream in streams:
-        stream.start()
-    wait_until(lambda: num_running("ready") == [16, 16], replicas)
-    deployed(1)
-    wait_until(lambda: num_running("draining"), replicas)
-    assert num_running("draining") == [16], "they were cut off, or had ended"
-    assert answer_of(url) == ("lockstep-tiny", "42")
-    for stream in streams:
-        stream.join(900)
-    ends = [(stream.num_tokens, stream.failure) for stream in streams]
-    assert ends == [(num_tokens, "")] * num_streams
-    wait_until(lambda: len(replicas()) == 1, replicas)
-    assert answer_of(url) == ("lockstep-tiny", "42")
+    streams = [stream(num_tokens) for _ in range(num_streams)]
+    wait_until(lambda: num_running("ready") == [16, 16], status)
+    deployed(1, max_num_seqs=32)
+    wait_until(lambda: num_running("ready") == [32], status)
+    for each in streams:
+        each.join(900)
+    assert {each.failure for each in streams} == {""}
+    [whole] = {tuple(each.token_ids) for each in streams}
+    assert len(whole) == num_tokens
+    wait_until(lambda: not num_running("draining"), status)
+
+    def max_live() -> int:
+        return int(status().get("max_live", 0))
+
+    before = max_live()
+    deployed(1, max_num_seqs=31)
+    is_over, told = threading.Event(), list[tuple[str, tuple[int, ...]]]()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            each = stream(200)
+            each.join(900)
+            told.append((each.failure, tuple(each.token_ids)))
+
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    for client in clients:
+        client.start()
+    # Both ingresses answer for a while, and the one that goes knows nothing of its successor.
+    wait_until(lambda: [max_live() for _ in range(8)] == [before - 1] * 8, status)
+    wait_until(lambda: len(num_running("ready")) == 1 and not num_running("draining"), status)
+    is_over.set()
+    for client in clients:
+        client.join(900)
+    assert set(told) == {("", whole[:200])}, len(told)
     run(cluster, "serve", "shutdown", "-y")
 
 

@@ -126,6 +126,14 @@ def crash_after(num_tokens: int, position: int = 0) -> Script:
     return script
 
 
+def lose_after(num_tokens: int, position: int) -> Script:
+    def script(run: Run) -> None:
+        run.output([5] * num_tokens, position=position)
+        run.output([], "kv_lost", "handoff 7 ended", position=position + num_tokens)
+
+    return script
+
+
 def finish_at(position: int) -> Script:
     return lambda run: run.output([7], "length", position=position)
 
@@ -137,6 +145,13 @@ def finish_at(position: int) -> Script:
         ([crash_after(2), finish_at(2)], [5, 5, 7], [[], [5, 5]], []),
         # An engine takes an ingress that it cannot reach for dead; the client is still there.
         ([give_up, finish_at(1)], [5, 7], [[], [5]], ["r.0"]),
+        # Its KV is lost again and again, each time with new tokens.
+        (
+            [*(lose_after(2, 2 * i) for i in range(4)), finish_at(8)],
+            [5] * 8 + [7],
+            [[5] * 2 * i for i in range(5)],
+            [f"r.{i}" for i in range(4)],
+        ),
         # It dies again and again, of others, each time with new tokens.
         (
             [*(crash_after(3, 3 * i) for i in range(5)), finish_at(15)],
@@ -145,7 +160,7 @@ def finish_at(position: int) -> Script:
             [],
         ),
     ],
-    ids=["crash", "abort", "crashes of others"],
+    ids=["crash", "abort", "losses far apart", "crashes of others"],
 )
 async def test_what_is_lost_is_computed_again_with_the_tokens_so_far(
     scripts: list[Script], tokens: list[int], received: list[list[int]], aborted: list[str]
