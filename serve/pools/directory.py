@@ -77,9 +77,8 @@ class Leader:
     def __str__(self) -> str:
         return f"{self.report.engine_id} epoch={self.report.epoch}"
 
-    @property
-    def can_take(self) -> bool:
-        return self._is_welcome and self.report.state == "ready"
+    def can_take(self, state: str = "ready") -> bool:
+        return self._is_welcome and self.report.state == state
 
     @property
     def num_requests(self) -> int:
@@ -192,7 +191,7 @@ class Directory:
     @property
     def is_replacing(self) -> bool:
         """Whether engines of another configuration take requests, and not yet those of this."""
-        return self._others == self._choosers.keys() and not all(map(self._able, self._choosers))
+        return self._have_others() and not all(map(self._ready, self._choosers))
 
     def see(self, reports: Iterable[LeaderReport]) -> None:
         """Take what the board says of all leaders. One that it does not know is kept for as long as
@@ -220,7 +219,7 @@ class Directory:
             if self._leaders[engine_id].is_lost and engine_id not in reported:
                 del self._leaders[engine_id]  # its replica was replaced, under another name
         for leader in self._leaders.values():
-            if leader.report.state == "draining" and self._able(leader.report.pool):
+            if leader.report.state == "draining" and self._ready(leader.report.pool):
                 leader.leave()
         self._wake()
 
@@ -247,9 +246,21 @@ class Directory:
             leader.close()
 
     def _able(self, pool: str) -> list[Leader]:
-        return [
-            each for each in self._leaders.values() if each.report.pool == pool and each.can_take
-        ]
+        """Return who may take a request: those that drain where no other will be there any more,
+        for what reaches the ingress of a configuration before it is replaced, too."""
+        if (ready := self._ready(pool)) or not self._have_others():
+            return ready
+        return self._in_state(pool, "draining")
+
+    def _ready(self, pool: str) -> list[Leader]:
+        return self._in_state(pool, "ready")
+
+    def _in_state(self, pool: str, state: str) -> list[Leader]:
+        leaders = self._leaders.values()
+        return [each for each in leaders if each.report.pool == pool and each.can_take(state)]
+
+    def _have_others(self) -> bool:
+        return self._others == self._choosers.keys()
 
     def _states(self, pool: str) -> str:
         found = [each for each in self._leaders.values() if each.report.pool == pool]

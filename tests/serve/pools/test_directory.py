@@ -9,7 +9,7 @@ import pytest
 from scripted import Connections, output_of, report_of, request_of
 
 from cluster.actors.reports import LeaderReport
-from cluster.wire.messages import MAX_ABORTS, Hello
+from cluster.wire.messages import MAX_ABORTS, Hello, Leave
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import NoLeader
@@ -67,7 +67,7 @@ async def test_what_other_ingresses_have_submitted_counts_as_the_board_said_last
 
 async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_ones_serve() -> None:
     """So long its ingress answers in this one's place."""
-    connections = Connections()
+    connections = Connections(max_wait_s=0.01)
 
     def is_replacing(*reports: LeaderReport) -> bool:
         connections.see(*reports)
@@ -77,8 +77,23 @@ async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_on
     assert not is_replacing()
     assert is_replacing(old())
     assert is_replacing(old(), report_of(state="loading"))
+    with pytest.raises(NoLeader):
+        await connections.directory.choose("mixed")
     assert not is_replacing(old(state="draining"), report_of(state="loading"))
     assert not is_replacing(old(), report_of())
+
+
+async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
+    """What reaches an ingress whose configuration is replaced, at the last moment."""
+    connections = Connections(max_wait_s=0.01)
+    others = partial(report_of, replica="other", config_hash="theirs")
+    connections.see(report_of(), others(state="loading"))
+    connections.see(report_of(state="draining"), others(state="loading"))
+    with pytest.raises(NoLeader):  # its own successor may come yet
+        await connections.directory.choose("mixed")
+    connections.see(report_of(state="draining"), others())
+    assert await chosen(connections, 2) == ["mixed/r/0"] * 2
+    assert not [each for each in connections["mixed/r/0"].sent if isinstance(each, Leave)]
 
 
 async def test_a_leader_is_chosen_once_it_is_reported_ready_and_has_answered() -> None:

@@ -158,7 +158,7 @@ async def until(condition: Callable[[], Any]) -> Any:
 
 async def connected(made: Ingress, engine: Engine) -> Leader:
     leader = made.see(engine.inbox.address)
-    await until(lambda: engine.take() or leader.can_take)
+    await until(lambda: engine.take() or leader.can_take())
     return leader
 
 
@@ -203,7 +203,7 @@ async def test_who_does_not_answer_as_that_leader_is_never_chosen(
                 await asyncio.sleep(0.05)
                 if kind not in ("mute", "nobody"):
                     assert not engine.take()
-            assert not waiting.done() and not leader.can_take
+            assert not waiting.done() and not leader.can_take()
             assert leader.is_lost == (kind in ("stranger", "nobody"))
             waiting.cancel()
     finally:
@@ -229,7 +229,7 @@ async def test_a_stranger_that_has_a_leaders_port_is_lost_when_it_speaks_or_hang
                 end.sendall(spoken)
             if not spoken:
                 await asyncio.sleep(0.1)
-                assert not leader.is_lost and not leader.can_take
+                assert not leader.is_lost and not leader.can_take()
                 ends.close()
             await until(lambda: leader.is_lost)
 
@@ -302,7 +302,7 @@ async def test_an_ingress_that_is_busy_loses_no_leader_and_no_token(engine: Engi
             output = await mailbox.get()
             assert output.position == num_tokens and not output.finish_reason
             num_tokens += len(output.token_ids)
-        assert leader.can_take
+        assert leader.can_take()
 
 
 async def test_an_ingress_that_is_gone_loses_its_requests_at_the_next_output(
@@ -405,7 +405,7 @@ def test_outputs_of_nobody_leave_the_loop_its_time(
                 known.append(report_of(replica="honest", inbox=honest.inbox.address, epoch=1))
                 made.directory.see(known)
                 leader = made.directory._leaders["mixed/honest/0"]
-                await until(lambda: honest.take() or leader.can_take)
+                await until(lambda: honest.take() or leader.can_take())
                 mailbox = await made.submit("h")
                 await until(honest.take)
                 done = asyncio.Event()
