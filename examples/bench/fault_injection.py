@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cluster.config import Role
 from cluster.wire.group_messages import ToPeer
 from cluster.wire.messages import StepAgreement, StepKind, StepPlan, Vote, decode
 from compile.config import CUDAGraphMode
@@ -175,12 +176,13 @@ def _strike_in_kv(rank: Any, fault: Fault) -> None:
     def strike(*_: Any) -> None:
         fault.strike(rank.heartbeat().step)
 
-    if rank.transfer.puller is not None:
-        _after(rank.transfer.puller._transport, "copy", strike)
-    elif rank.transfer.server is not None:
-        _after(rank.transfer.server._holder, "release", strike)
-    else:
-        raise ValueError("place: wanted one that a rank of a mixed pool comes to, found kv")
+    match rank.context.config.role:
+        case Role.DECODE:
+            _after(rank.transfer.puller._transport, "copy", strike)
+        case Role.PREFILL:
+            _after(rank.transfer.server._holder, "release", strike)
+        case Role.MIXED:
+            raise ValueError("place: wanted one that a rank of a mixed pool comes to, found kv")
 
 
 # --- divergence ---------------------------------------------------------------------------------

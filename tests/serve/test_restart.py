@@ -305,6 +305,7 @@ def test_streams_of_a_rank_that_is_killed_go_on_at_another_replica_meanwhile(
             app.wait_until(lambda: all(rank["num_running"] for rank in app.ready_ranks("decode")))
             streams.longest_pause_s = 0.0
             os.kill(app.ready_ranks("decode")[0]["pid"], signal.SIGKILL)
+            app.wait_until(lambda: sorted(states().values()) == ["ready", "restarting"])
             streams.wait_for_tokens(20)
             assert sorted(states().values()) == ["ready", "restarting"], "it takes longer"
             app.wait_until(lambda: [*states().values()] == ["ready", "ready"])
