@@ -4,7 +4,8 @@
 
 Each application serves the bundled model in float32 to clients that stream without a break. A rank
 is killed, stopped, or made to disagree at a known place of a step (`fault_injection.py`), or
-struck once `/ready` tells that its group captures graphs. Printed are, by strike:
+struck once `/ready` tells that its group captures graphs. Where a pool has two replicas, processes of
+one are struck at any time, `--times` times each, under 32 clients. Printed are, by strike:
 
     named    seconds until `/ready` named the rank
     serves   seconds until the group served again
@@ -24,14 +25,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fault_injection import Action, Fault, Place, arm_actor
-from faults_app import App, Cluster, Load, right_answers
+from faults_app import App, Asked, Cluster, Load, right_answers
 
 from cluster.actors.status_board import NAMESPACE, board_name
 from cluster.wire.group_messages import StepDigest
@@ -71,6 +72,8 @@ class Strike:
     """As `/ready` described it before."""
     began: float
     """By the monotonic clock."""
+    replica_id: str = ""
+    """Empty for the only one."""
     step: int | None = None
     """None outside a step."""
 
@@ -118,6 +121,54 @@ class Stage:
         wait_until(lambda: self._replica(target.pool).get("error"), "the first strike to be named")
         self._await_restart(strike_in_capture(self.app, target, action))
 
+    def strike_beside_another(self, target: Target, action: Action) -> None:
+        """Strike a rank at any time, while another replica of its pool serves."""
+        self.load.wait_for(32)
+        replica = self._replica(target.pool)
+        rank = target.find(replica)
+        self.load.longest_pause_s, began = 0.0, time.monotonic()
+        os.kill(rank["pid"], getattr(signal, action.value))
+        self._await_restart(Strike(target, action.value, "any", rank, began, replica["id"]))
+
+    def strike_owner(self, pool: str) -> None:
+        """Kill a replica's own process, whose ranks end with it; Serve starts another replica."""
+        self.load.wait_for(32)
+        before = {replica["id"] for replica in self._replicas(pool)}
+        self.load.longest_pause_s, began = 0.0, time.monotonic()
+        os.kill(
+            pid_of(f"ray::ServeReplica:{self.app.name}:{pool.capitalize()}Pool"), signal.SIGKILL
+        )
+
+        def is_replaced() -> bool:
+            status, _ = self.app.ready()
+            found = {replica["id"] for replica in self._replicas(pool)}
+            return status == 200 and len(found) == len(before) and found != before
+
+        wait_until(is_replaced, f"{pool}: another replica")
+        serves_s = time.monotonic() - began
+        self.load.wait_for(32)
+        self._print(f"{pool} owner", "SIGKILL", "any", "", serves_s, "")
+
+    def check_leaks(self) -> None:
+        """Print what ranks hold once nothing runs; the prefix cache counts as free."""
+
+        def held() -> dict[str, int]:
+            _, body = self.app.ready()
+            ranks = [
+                rank
+                for pool in body["pools"].values()
+                for replica in pool["replicas"]
+                for rank in replica["ranks"]
+            ]
+            return {
+                "blocks": sum(rank["num_blocks"] - rank["num_free_blocks"] for rank in ranks),
+                "handoffs": sum(rank["held_tickets"] for rank in ranks),
+                "requests": sum(rank["num_running"] + rank["num_waiting"] for rank in ranks),
+            }
+
+        wait_until(lambda: not any(held().values()), "that nothing is held", told=held)
+        print("leaked", held(), flush=True)
+
     def _await_restart(self, strike: Strike) -> None:
         named, named_s, epoch = "", 0.0, strike.rank["epoch"]
 
@@ -126,7 +177,8 @@ class Stage:
             status, body = self.app.ready()
             if not status or not body["pools"][strike.target.pool]["replicas"]:
                 return False  # on a machine that is too busy to tell
-            [replica] = body["pools"][strike.target.pool]["replicas"]
+            replicas = body["pools"][strike.target.pool]["replicas"]
+            [replica] = [each for each in replicas if strike.replica_id in ("", each["id"])]
             error = replica.get("error", "")
             if not named and f"epoch={epoch}" in error:
                 named, named_s = error, time.monotonic() - strike.began
@@ -135,14 +187,26 @@ class Stage:
         wait_until(has_restarted, f"{strike.target} to serve again")
         serves_s = time.monotonic() - strike.began
         self.load.wait_for(ANSWERS_BETWEEN)
+        told_of = told(strike, named)
+        self._print(strike.target, strike.what, strike.place, named_s, serves_s, told_of)
+
+    def _print(
+        self,
+        target: object,
+        what: str,
+        place: str,
+        named_s: float | str,
+        serves_s: float,
+        told_of: str,
+    ) -> None:
         load = self.load
         num_answers, self._num_answers = load.num_answers - self._num_answers, load.num_answers
         num_refused, self._num_refused = load.num_refused - self._num_refused, load.num_refused
         print_row(
             self.app.what,
-            strike.target,
-            strike.what,
-            strike.place,
+            target,
+            what,
+            place,
             named_s,
             serves_s,
             load.longest_pause_s,
@@ -150,13 +214,15 @@ class Stage:
             num_refused,
             len(load.lost),
             len(load.wrong),
-            told(strike, named),
+            told_of,
         )
 
-    def _replica(self, pool: str) -> dict[str, Any]:
+    def _replicas(self, pool: str) -> list[dict[str, Any]]:
         _, body = self.app.ready()
-        [replica] = body["pools"][pool]["replicas"]
-        return dict(replica)
+        return list(body["pools"][pool]["replicas"])
+
+    def _replica(self, pool: str) -> dict[str, Any]:
+        return next(each for each in self._replicas(pool) if each["ranks"])
 
     def _actor(self, target: Target) -> Any:
         """Return the handle of a rank, which the application's board knows."""
@@ -194,12 +260,26 @@ def told(strike: Strike, error: str) -> str:
     return " ".join([*filter(None, parts), error.split(". ")[0]])
 
 
-def wait_until(is_done: Callable[[], object], what: str, pause_s: float = 0.02) -> None:
+def pid_of(name: str) -> int:
+    """Return a process that Ray has named so, or longer."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cmdline").read_text().startswith(name):
+                return int(process.name)
+    raise SystemExit(f"wanted a process {name}, found none")
+
+
+def wait_until(
+    is_done: Callable[[], object],
+    what: str,
+    pause_s: float = 0.02,
+    told: Callable[[], object] = lambda: "that it has not",
+) -> None:
     """Wait for something to become true; end the program when it does not."""
     deadline = time.monotonic() + TIMEOUT_S
     while not is_done():
         if time.monotonic() > deadline:
-            raise SystemExit(f"wanted {what} in {TIMEOUT_S:g} s, found that it has not")
+            raise SystemExit(f"wanted {what} in {TIMEOUT_S:g} s, found {told()}")
         time.sleep(pause_s)
 
 
@@ -247,17 +327,19 @@ DP = Group(
     "dp 2 mixed", "mixed.data_parallel_size=2", (Target("mixed", 0, 0), Target("mixed", 1, 0))
 )
 TP_4 = Group("tp 4 mixed", "mixed.tensor_parallel_size=4", (Target("mixed", 0, 0),))
-RIGHT: dict[str, tuple[int, ...]] = {}
+RIGHT: dict[Asked, tuple[int, ...]] = {}
 """The right answers, from `main` on."""
 
 
 @contextmanager
-def stage(cluster: Cluster, what: str, *arguments: str) -> Iterator[Stage]:
-    """Start an application and its load, and end both."""
+def stage(cluster: Cluster, what: str, *arguments: str, num_clients: int = 4) -> Iterator[Stage]:
+    """Start an application and its load, and end both; nothing may be left of what ran."""
     with App(cluster, what, arguments) as app:
         wait_until(app.has_started, "the application to be ready")
-        with Load(app.url, RIGHT) as load:
-            yield Stage(app, load)
+        with Load(app.url, RIGHT, num_clients) as load:
+            struck = Stage(app, load)
+            yield struck
+        struck.check_leaks()
 
 
 def strike_steps(group: Group, place: Place, cluster: Cluster) -> None:
@@ -284,6 +366,18 @@ def strike_pools(cluster: Cluster) -> None:
             struck.strike(decode, Place.DECODE, action)
             struck.strike(prefill, Place.KV, action)
             struck.strike(decode, Place.KV, action)
+
+
+def strike_replicas(cluster: Cluster, times: int) -> None:
+    """Strike leaders, and replicas' own processes, where another replica serves."""
+    pools = "prefill", "decode"
+    arguments = *COMMON, "prefill.replicas=2", "decode.replicas=2", "max_num_seqs=32"
+    with stage(cluster, "pd 2 + 2", *arguments, num_clients=32) as struck:
+        for _ in range(times):
+            for pool in pools:
+                for action in (Action.KILL, Action.STOP):
+                    struck.strike_beside_another(Target(pool, 0, 0), action)
+                struck.strike_owner(pool)
 
 
 def strike_captures(group: Group, cluster: Cluster) -> None:
@@ -351,6 +445,7 @@ SLICES: dict[str, Callable[[Cluster], None]] = {
     "dp-plan": partial(strike_steps, DP, Place.PLAN),
     "tp4-plan": tear_plans,
     "pd": strike_pools,
+    "replicas": partial(strike_replicas, times=3),
     "capture-tp": partial(strike_captures, TP),
     "capture-dp": partial(strike_captures, DP),
     "diverge-tp": diverge_followers,
@@ -362,7 +457,10 @@ def main() -> None:
     """Run the slices that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=SLICES, default=list(SLICES))
-    slices = parser.parse_args().only
+    parser.add_argument("--times", type=int, default=3, help="how often replicas are struck")
+    arguments = parser.parse_args()
+    slices = arguments.only
+    SLICES["replicas"] = partial(strike_replicas, times=arguments.times)
     RIGHT.update(right_answers())
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}: {', '.join(slices)}")
     print_row(*COLUMNS)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,32 +32,53 @@ QUESTIONS = (
     "Count from 5 to 20.",
     "What day comes after Monday?",
 )
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+    "penalties": {
+        "temperature": 0.8,
+        "seed": 11,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+    },
+    "grammar": {"temperature": 1.0, "seed": 3, "structured_outputs": {"json": SCHEMA}},
+    "logprobs": {"temperature": 0, "logprobs": True, "top_logprobs": 3},
+}
+"""How each question is answered, by name, in fields of a chat request."""
+Asked = tuple[str, str]
+"""A question, and how it is answered."""
 MAX_TOKENS = 60
 TIMEOUT_S = 240.0
 
 
-def right_answers() -> dict[str, tuple[int, ...]]:
-    """Return by question the greedy tokens of the bundled model in this process, in float32."""
-    from serve.llm import LLM, SamplingParams
+def right_answers() -> dict[Asked, tuple[int, ...]]:
+    """Return the tokens of the bundled model in this process, in float32."""
+    from serve.llm import LLM, SamplingParams, StructuredOutputsParams
 
     llm = LLM(dtype="float32", max_num_seqs=4, enforce_eager=True)
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     answers = {}
-    for question in QUESTIONS:
-        [output] = llm.chat([{"role": "user", "content": question}], greedy)
-        answers[question] = tuple(output.outputs[0].token_ids)
+    for asked in product(QUESTIONS, SAMPLED):
+        question, how = asked
+        fields = {**SAMPLED[how], "max_tokens": MAX_TOKENS}
+        if "top_logprobs" in fields:
+            fields["logprobs"] = fields.pop("top_logprobs")
+        if "structured_outputs" in fields:
+            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+        [output] = llm.chat([{"role": "user", "content": question}], SamplingParams(**fields))
+        answers[asked] = tuple(output.outputs[0].token_ids)
     return answers
 
 
 class Load:
-    """Clients that ask all questions in turn, each as a stream, until the load is left.
+    """Clients that ask all questions in all ways in turn, each as a stream, until it is left.
 
     A client that is refused because a pool is being rebuilt asks again, as the answer's
     Retry-After says; nothing else may happen to it.
     """
 
     def __init__(
-        self, url: str, right: Mapping[str, tuple[int, ...]], num_clients: int = 4
+        self, url: str, right: Mapping[Asked, tuple[int, ...]], num_clients: int = 4
     ) -> None:
         self.lost: list[str] = []
         """Why, of each request that was not answered."""
@@ -97,18 +119,19 @@ class Load:
     def _ask_all(self, client: int) -> None:
         turn = client
         while not self._is_over.is_set():
-            question = QUESTIONS[turn % len(QUESTIONS)]
+            asked = list(self._right)[turn % len(self._right)]
             turn += 1
             try:
-                self._ask(question)
+                self._ask(asked)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                self.lost.append(f"{question} {type(error).__name__}: {error}")
+                self.lost.append(f"{asked} {type(error).__name__}: {error}")
 
-    def _ask(self, question: str) -> None:
+    def _ask(self, asked: Asked) -> None:
+        question, how = asked
         connection = http.client.HTTPConnection(self._url.netloc, timeout=TIMEOUT_S)
         body = {
             "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
+            **SAMPLED[how],
             "max_tokens": MAX_TOKENS,
             "stream": True,
             "return_token_ids": True,
@@ -124,7 +147,7 @@ class Load:
                 return
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}: {answer.read()!r}")
-            self._judge(question, self._tokens_of(answer))
+            self._judge(asked, self._tokens_of(answer))
         finally:
             connection.close()
 
@@ -149,11 +172,11 @@ class Load:
             raise ValueError("the stream broke off")
         return tuple(tokens)
 
-    def _judge(self, question: str, tokens: tuple[int, ...]) -> None:
+    def _judge(self, asked: Asked, tokens: tuple[int, ...]) -> None:
         with self._lock:
             self.num_answers += 1
-            if tokens != self._right[question]:
-                self.wrong.append(f"{question} wanted {self._right[question]}, found {tokens}")
+            if tokens != self._right[asked]:
+                self.wrong.append(f"{asked} wanted {self._right[asked]}, found {tokens}")
 
 
 @dataclass
