@@ -4,8 +4,9 @@
 
 Each application serves the bundled model in float32 to clients that stream without a break. A rank
 is killed, stopped, or made to disagree at a known place of a step (`fault_injection.py`), or
-struck once `/ready` tells that its group captures graphs. Where a pool has two replicas, processes of
-one are struck at any time, `--times` times each, under 32 clients. Printed are, by strike:
+struck once `/ready` tells that its group captures graphs. Where a pool has two replicas, leaders
+and replicas' own processes are struck at any time, `--times` times each, under 32 clients. Printed
+are, by strike:
 
     named    seconds until `/ready` named the rank
     serves   seconds until the group served again
