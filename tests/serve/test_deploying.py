@@ -267,7 +267,8 @@ def test_no_stream_notices_that_replicas_go_and_others_take_their_place(
         file = deployable(tmp_path / "app.yaml", http_port, {**made, "deployments": [pool]})
         # What `serve deploy` sends, which takes as long to start as a stream to end.
         asked = yaml.safe_load(file.read_text())
-        httpx.put(f"{cluster.dashboard}/api/serve/applications/", json=asked).raise_for_status()
+        address = f"{cluster.dashboard}/api/serve/applications/"
+        httpx.put(address, json=asked, timeout=300).raise_for_status()
 
     def status() -> dict[str, Any]:
         with suppress(httpx.HTTPError, ValueError):  # it is 503 where one is missing

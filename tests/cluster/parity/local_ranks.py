@@ -197,7 +197,7 @@ async def generate(
     sends = {inbox: ingress.inbox(inbox) for inbox in set(inboxes)}
     try:
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
-            submit = submit_of(str(i), prompt, ingress.reply_to, max_tokens=num_tokens)
+            submit = submit_of(str(i), prompt, max_tokens=num_tokens)
             sends[inbox](encode(submit))
             await asyncio.sleep(pause_s)
         async with asyncio.timeout(600):

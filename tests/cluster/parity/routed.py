@@ -33,7 +33,7 @@ async def routing(
     )
     try:
         async with asyncio.timeout(60):
-            while not all(leader.can_take for leader in directory._leaders.values()):
+            while not all(leader.can_take() for leader in directory._leaders.values()):
                 await asyncio.sleep(0.005)
         yield Router(directory, next(iter(inboxes)), StreamBatcher())
     finally:
