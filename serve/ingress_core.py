@@ -157,7 +157,9 @@ class IngressCore:
         return self._router.generate(request, record)
 
     def is_ready(self) -> bool:
-        return self._readiness.is_ready
+        """Return whether requests are taken. Once all pools have served, one that no engine can
+        take waits for the next that can."""
+        return self._directory.has_served and self._readiness.takes_requests
 
     def failure(self) -> str:
         """Return what is broken: this ingress, or a pool; `/ready` tells of the rest."""

@@ -37,9 +37,8 @@ class Readiness:
         self._late_at = self._complain_at = now + PLACEMENT_TIMEOUT_S
 
     @property
-    def is_ready(self) -> bool:
-        serves = self.body["status"] in ("ready", "degraded")
-        return serves and self.has_tokenizer and not self._is_draining
+    def takes_requests(self) -> bool:
+        return self.has_tokenizer and not self._is_draining
 
     @property
     def is_anyone_ready(self) -> bool:

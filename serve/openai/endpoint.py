@@ -126,7 +126,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Admis
 
 
 def require_ready(serving: Serving) -> Tokenizer:
-    """Return the tokenizer; raises ApiError until the pools are ready."""
+    """Return the tokenizer; raises ApiError until all pools have served."""
     tokenizer = serving.tokenizer()
     if tokenizer is None or not serving.backend.is_ready():
         message = "the model is not ready; /ready tells why"

@@ -184,6 +184,8 @@ class Directory:
         """By engine id: the connection of its newest epoch."""
         self._last_ends: dict[str, str] = {}
         """By engine id: how its group ended last."""
+        self.has_served = False
+        """Whether all pools have, those of another configuration as well."""
         self._others: set[str] = set()
         """Pools of another configuration that take requests."""
         self._changed = asyncio.Event()
@@ -196,10 +198,11 @@ class Directory:
     def see(self, reports: Iterable[LeaderReport]) -> None:
         """Take what the board says of all leaders. One that it does not know is kept for as long as
         its connection: a board that was made anew hears of all within a second."""
-        reported = set()
+        reported, serving = set(), set()
         self._others.clear()
         for report in reports:
             reported.add(report.engine_id)
+            serving.add(report.pool)
             if report.config_hash != self._config_hash or report.pool not in self._choosers:
                 if report.state == "ready":  # while one deployment replaces another
                     self._others.add(report.pool)
@@ -215,6 +218,7 @@ class Directory:
                 if known is not None:
                     known.on_end("it was rebuilt")
                 self._leaders[report.engine_id] = Leader(report, self._connect, self._wake)
+        self.has_served |= serving >= self._choosers.keys()
         for engine_id in [*self._leaders]:
             if self._leaders[engine_id].is_lost and engine_id not in reported:
                 del self._leaders[engine_id]  # its replica was replaced, under another name

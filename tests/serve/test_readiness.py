@@ -74,17 +74,13 @@ def test_a_pool_is_down_if_its_watchdog_says_so_or_it_gave_up(
 
 def test_an_application_is_ready_with_all_its_replicas_and_its_tokenizer() -> None:
     seen = Seen(**{"mixed.replicas": 2})
-    assert not seen.readiness.is_ready
     assert seen.see(board(replica("loading"))) == ("loading", ["mixed: replicas"])
     assert seen.see(board(replica("ready"))) == ("degraded", ["mixed: replicas"])
-    assert seen.readiness.is_ready, "what is there serves"
     assert seen.see(board(replica("ready"), replica("ready"))) == ("ready", [])
-    seen.readiness.has_tokenizer = False
-    assert not seen.readiness.is_ready
-    seen.readiness.has_tokenizer = True
+    assert seen.readiness.takes_requests
     seen.readiness.drain()
     assert seen.see(board(replica("ready"), replica("ready")))[0] == "draining"
-    assert not seen.readiness.is_ready
+    assert not seen.readiness.takes_requests
 
 
 def test_an_ingress_that_loads_or_is_missing_degrades_what_others_serve() -> None:
@@ -130,7 +126,7 @@ def test_a_board_that_is_silent_degrades_what_was_ready() -> None:
     seen.readiness.see_silence(seen.now + STALE_S)
     assert seen.readiness.body["status"] == "ready"
     seen.readiness.see_silence(seen.now + STALE_S + 0.1)
-    assert seen.readiness.body["status"] == "degraded" and seen.readiness.is_ready
+    assert seen.readiness.body["status"] == "degraded"
     [entry] = seen.readiness.body["loading"]
     assert entry["what"] == "status board: wanted an answer, found none for 5 s"
 

@@ -74,13 +74,14 @@ async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_on
         return connections.directory.is_replacing
 
     old = partial(report_of, replica="old", config_hash="theirs")
-    assert not is_replacing()
+    assert not is_replacing() and not connections.directory.has_served
     assert is_replacing(old())
     assert is_replacing(old(), report_of(state="loading"))
     with pytest.raises(NoLeader):
         await connections.directory.choose("mixed")
     assert not is_replacing(old(state="draining"), report_of(state="loading"))
     assert not is_replacing(old(), report_of())
+    assert not is_replacing() and connections.directory.has_served
 
 
 async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
