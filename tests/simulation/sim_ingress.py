@@ -33,6 +33,7 @@ from cluster.wire.messages import (
     EngineOutput,
     Hello,
     Inbound,
+    Leave,
     OutputFrame,
     Submit,
     decode,
@@ -90,6 +91,8 @@ class SimConnection:
                 self.ends[request.request_id] = ""
             case Abort(request_ids=request_ids):
                 self.aborted.update(request_ids)
+            case Leave():
+                self._world.on_leave(self)
         if not self._loses():
             self._loop.at(self._arrival(is_back=False), self._arrive, body)
 
@@ -118,7 +121,9 @@ class SimConnection:
             output: EngineOutput = decode(encoded, EngineOutput)
             self.ends[output.request_id] = output.finish_reason
             if output.finish_reason and output.request_id not in self.aborted:
-                self._world.on_stage_end(output)
+                self._world.on_stage_end(self, output)
+            elif output.token_ids:
+                self._world.on_token(self, output)
             self._leader.deliver(output)
 
     # --- at the leader ----------------------------------------------------------------------------
@@ -212,6 +217,8 @@ class SimInbox(Inbox):
                 continue
             if isinstance(message, Abort):
                 self._leader.on_abort(message.request_ids)
+            elif isinstance(message, Leave):
+                self._leader.on_leave(message.request_ids)
             yield peer, message
 
     def send_multipart(self, parts: tuple[bytes, bytes], flags: int) -> None:
