@@ -73,7 +73,7 @@ class SimConnection:
         self._is_accepted = self._is_forgotten = False
         """At the leader."""
         self._will_lose = self._is_broken = False
-        self._world, self._loop, self._leader = world, world.loop, leader
+        self._world, self._loop, self.directory_leader = world, world.loop, leader
         self._early: list[bytes] = []
         if self._held_s > SILENT_S:
             self._loop.after(SILENT_S, self.end)
@@ -110,13 +110,13 @@ class SimConnection:
         if self.is_open:
             self.is_open = False
             self._world.on_deaths([each for each, end in self.ends.items() if not end])
-            self._leader.on_end("its connection ended")
+            self.directory_leader.on_end("its connection ended")
 
     def _take(self, body: bytes) -> None:
         if not self.is_open:
             return
         frame: OutputFrame = decode(body, OutputFrame)
-        self._leader.on_welcome()
+        self.directory_leader.on_welcome()
         for encoded in frame.outputs:
             output: EngineOutput = decode(encoded, EngineOutput)
             self.ends[output.request_id] = output.finish_reason
@@ -124,7 +124,10 @@ class SimConnection:
                 self._world.on_stage_end(self, output)
             elif output.token_ids:
                 self._world.on_token(self, output)
-            self._leader.deliver(output)
+            self.deliver(output)
+
+    def deliver(self, output: EngineOutput) -> None:
+        self.directory_leader.deliver(output)
 
     # --- at the leader ----------------------------------------------------------------------------
 

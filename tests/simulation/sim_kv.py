@@ -146,7 +146,6 @@ class SimServer(KVServer):
             self._check_held()
         puller.answer_from(self._source, answer, blocks)
 
-
     def _check_held(self) -> None:
         """Assert that the blocks of a handoff that has not ended here were not given to others."""
         rank = self._rank

@@ -442,11 +442,13 @@ class SimLeader(SimRank):
 
     def _check_leavers(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            if output.request_id in self._leaving:
-                if not output.finish_reason:
-                    text = f"{output.request_id} goes on after step {self.last_step}"
-                    raise Violation("leave ignored", f"{self.name}: {text}")
+            if output.request_id not in self._leaving:
+                continue
+            if output.finish_reason:
                 self._leaving.remove(output.request_id)
+            elif output.token_ids:
+                text = f"{output.request_id} goes on after step {self.last_step}"
+                raise Violation("leave ignored", f"{self.name}: {text}")
 
     def check_tickets(self) -> None:
         """Assert that no handoff is held for this leader on any of its ranks, and none is read."""

@@ -160,6 +160,12 @@ class Schedule:
         return min(self.max_num_seqs, max(0, self.num_blocks // per_sequence - 1))
 
     @property
+    def prefill_s(self) -> float:
+        """What steps take at most until all that runs in one leader has its first token."""
+        num_steps = -(-LONGEST // self.budget) * self.max_num_seqs + 5
+        return num_steps * (self.step_s + 0.03)
+
+    @property
     def read_s(self) -> float:
         """What the longest read takes: its calls, each twice as long as on average."""
         num_calls = -(-LONGEST // self.block_size) // 2 + 2
@@ -255,8 +261,8 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
         _draw_fault(rng, kind, rng.choice(groups), has_reads=not is_mixed or DRAIN in kinds[:i])
         for i, kind in enumerate(kinds)
     ]
-    if (fatal := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
-        i = rng.choice(fatal)
+    if (deadly := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
+        i = rng.choice(deadly)
         pool = faults[i].pool
         shape = next(shape for shape in groups if shape.pool == pool)
         faults.insert(i + 1, _draw_fault(rng, FAILED_START, shape))
@@ -271,9 +277,7 @@ def _num_losses(kind: str, has_reads: bool, lease_s: float) -> int:
     return 2 if kind == "stop" or (kind in LATE and has_reads) else 1
 
 
-def _draw_fault(
-    rng: random.Random, kind: str, shape: Shape, *, has_reads: bool = False
-) -> Fault:
+def _draw_fault(rng: random.Random, kind: str, shape: Shape, *, has_reads: bool = False) -> Fault:
     """Return a fault in one of a pool's replicas; has_reads: some rank has read KV by then."""
     rank, peer = rng.randrange(shape.num_ranks), -1
     in_transfer = kind == LOST_CALLS

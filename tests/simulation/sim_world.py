@@ -13,8 +13,9 @@
    know that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
 9. Where a replica of its pool is healthy, one that drains lets go of what it runs: each request
    leaves with its next token, and goes on elsewhere under the same attempt, which a loss alone
-   ends. If nothing struck and there is room, the replica is empty, and the request has its next
-   token, in the time of `World.move_s`. Nobody is told to leave if all others drain as well.
+   ends. If nothing else strikes and leaders have room, the replica is empty, and each request has
+   its next token, in bounded time (`_check_move`, `on_drained`). Nobody is told to leave if all
+   others drain as well.
 8. A client that leaves is told of to all who may have some of its request, and a connection that
    has not ended is kept.
 
@@ -81,11 +82,10 @@ from cluster.wire.messages import (
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, NoLeader
-from serve.pools.pool_core import IDLE_REPORTS, PoolCore
+from serve.pools.pool_core import IDLE_REPORTS, REPORT_PERIOD_S, PoolCore
 from serve.pools.quarantine import SHARED_DEATHS
-from serve.pools.router import GOES_ON
+from serve.pools.router import GOES_ON, Router
 from serve.pools.router import LOST as LOST_ENDS
-from serve.pools.router import Router
 
 NUM_STREAMS = 16
 """Among which a stream's tokens wait for ticks of some 45 ms."""
@@ -101,6 +101,8 @@ REST_S = 12.0
 MAX_PAUSE_S = 1.0
 LEAVE_S = 0.5
 """Until what was told to leave has: a frame and two steps."""
+EMPTY_S = (IDLE_REPORTS + 2) * (REPORT_PERIOD_S + 0.02)
+"""Until an empty replica knows that it is."""
 ABORT_S = 0.01
 """Until engines are told that a client has left."""
 LONGEST_DELAY = 4.0
@@ -217,9 +219,8 @@ class World:
         """By request the last one that was submitted."""
         self._moved_at: dict[str, float] = {}
         """By request when it left who drained; until its next token."""
-        self._num_clients = 0
-        self._crowded_until = 0.0
-        """Until when there were more clients than fit into one leader."""
+        self._crowded: set[SimReplica] = set()
+        """Those that had more to let go of than fits into a leader at once."""
         self._troubled_until = 0.0
         """Until what struck last, drains apart, is over."""
         self._arrives_at: dict[Any, float] = {}
@@ -337,7 +338,6 @@ class World:
         await asyncio.sleep(arrival.at)
         self.outcome.num_requests += 1
         tokens: list[int] = []
-        self._count_clients(1)
         try:
             async with asyncio.timeout(arrival.abort_after_s):
                 await self._consume(arrival, tokens)
@@ -350,13 +350,6 @@ class World:
             pool, *_ = str(error).split()
             if self._is_one_healthy(pool, waits_from):
                 raise Violation("given up", f"{arrival.request_id}: {error}") from error
-        finally:
-            self._count_clients(-1)
-
-    def _count_clients(self, change: int) -> None:
-        if self._num_clients > self.schedule.room:
-            self._crowded_until = self.loop.now
-        self._num_clients += change
 
     async def _consume(self, arrival: Arrival, tokens: list[int]) -> None:
         request, reason = _request(arrival), ""
@@ -434,41 +427,36 @@ class World:
         """Something strikes that is over, and known everywhere, by then."""
         self._troubled_until = max(self._troubled_until, until + LEARN_S)
 
-    def _is_quiet(self, pool: str, since: float) -> bool:
-        """Return whether nothing has struck since then, and there was room for all requests."""
-        others = [each for each in self.replicas if each.drains_from > self.loop.now]
-        is_well = all(replica.healthy_from <= since for replica in others)
-        is_alone = all(replica.pool != pool for replica in others)
-        has_room = self._num_clients <= self.schedule.room and self._crowded_until < since
-        return is_well and not is_alone and has_room and self._troubled_until < since
+    def _is_quiet(self, since: float) -> bool:
+        return self._troubled_until < since
 
-    @property
-    def move_s(self) -> float:
-        """How long a request goes without a token while it moves, at most."""
-        return MAX_PAUSE_S + 5 * self.schedule.step_s + self.schedule.read_s
+    def has_room(self, connection: SimConnection) -> bool:
+        """Return whether all that a leader runs fits into it at once."""
+        return len(connection.directory_leader._running) <= self.schedule.room
 
     def _check_move(self, request_id: str) -> None:
         """A request has a token: assert that it does not come long after it left somewhere."""
-        moved_at = self._moved_at.pop(request_id, None)
-        pool = self._ways[request_id][-1].rank.group.pool
-        if moved_at is None or not self._is_quiet(pool, moved_at):
+        moved_at = self._moved_at.pop(request_id, inf)
+        if not self._is_quiet(moved_at) or moved_at == inf:
             return
         took_s = self.loop.now - moved_at
         self.outcome.num_judged["moves"] += 1
         self.outcome.longest_move_s = max(self.outcome.longest_move_s, took_s)
-        if took_s > self.move_s:
+        if took_s > MAX_PAUSE_S + self.schedule.read_s + 5 * self.schedule.step_s:
             raise Violation("too long a move", f"{request_id}: {took_s:.2f} s")
 
     def on_drained(self, replica: SimReplica) -> None:
-        """Assert that a replica has not run for long."""
-        if not self._is_quiet(replica.pool, replica.drains_from):
+        """Assert that a replica did not drain for long once there was another one."""
+        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
+        since = max(replica.drains_from, min((each.healthy_from for each in others), default=inf))
+        if replica in self._crowded or not self._is_quiet(since) or since == inf:
             return
-        took_s = self.loop.now - replica.drains_from
+        took_s = max(0.0, self.loop.now - since)
         self.outcome.num_judged["drains"] += 1
         self.outcome.longest_drain_s = max(self.outcome.longest_drain_s, took_s)
-        # What reads here when it is told to leave is read once more.
-        longest_s = HEARD_S + self.move_s + self.schedule.read_s + IDLE_REPORTS * POLL_S
-        if took_s > longest_s:
+        # What is being read when it is told to leave has to be read once more.
+        leaves_s = HEARD_S + self.schedule.prefill_s + 2 * self.schedule.read_s
+        if took_s > leaves_s + EMPTY_S:
             text = f"{replica.pool} {replica.replica_id}: {took_s:.2f} s"
             raise Violation("too long a drain", text)
 
@@ -511,6 +499,9 @@ class World:
         if attempt != self._attempts.get(request_id):
             way.clear()
             self._moved_at.pop(request_id, None)
+        elif request_id in self._moved_at and not self.has_room(connection):
+            del self._moved_at[request_id]
+            self._crowded.add(way[-1].rank.group.replica)
         way.append(connection)
         self._attempts[request_id] = attempt
         self._progress_at[request_id] = self.loop.now
@@ -542,6 +533,8 @@ class World:
         others = [each for each in self.replicas_of(replica.pool) if each is not replica]
         if all(map(self._must_know, others)):
             raise Violation("told to leave for nobody", connection.rank.name)
+        if not self.has_room(connection):
+            self._crowded.add(replica)
 
     def on_token(self, connection: SimConnection, output: EngineOutput) -> None:
         """A request has a token where it stays."""
@@ -552,9 +545,9 @@ class World:
             replica.troubled_until,
             min((each.healthy_from for each in others), default=inf),
         )
-        if since < inf and self._must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S:
-            if not replica.group.struck or self.loop.now > since + STATS_TIMEOUT_S + LEARN_S:
-                raise Violation("stays", f"{output.request_id} at {connection.rank.name}")
+        late_s = STATS_TIMEOUT_S if replica.group.struck else 0.0
+        if self._must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S + late_s:
+            raise Violation("stays", f"{output.request_id} at {connection.rank.name}")
 
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
