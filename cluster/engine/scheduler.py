@@ -4,9 +4,9 @@ The life of a request:
 
 1. `add` checks it (`RequestLimits`). A bad one ends with an error output, a good one queues in
    order of arrival; one with a grammar as soon as that is compiled (`_take_compiled`).
-2. With a handoff it waits for its KV: as soon as blocks are free a read starts (`_start_read`),
-   and when that has ended well the sequence is ready for a row (`_take_finished_reads`). What
-   is held or read meanwhile is `kv_handover.py`'s.
+2. With a handoff it waits for its KV: as soon as blocks are free a read starts (`_start_read`).
+   When that has ended well, an output without tokens says so, and the sequence is ready for a row
+   (`_take_finished_reads`). What is held or read meanwhile is `kv_handover.py`'s.
 3. Without a handoff it is admitted (`_admit`): the prefix cache gives it computed head blocks, and
    its prompt is computed in chunks, next to the decodes of others, under one token budget.
 4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
@@ -382,6 +382,8 @@ class Scheduler:
                 seq.handoff = None
                 seq.status = WAITING
                 insort(self._ready, seq, key=_ARRIVAL)
+                # It may wait long for its next token; the engine that it left may end now.
+                self._emit(seq, FinishReason.NONE)
             else:
                 self._release(seq)
                 self._finish(seq, FinishReason.KV_LOST)

@@ -285,6 +285,7 @@ class EngineOutput(Wire, frozen=True, kw_only=True):
     position: int
     """Output tokens of the request before these: if an output got lost, the next one shows."""
     token_ids: list[Index]
+    """None beside most ends, and where it is said that KV was read that another engine held."""
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason
     stop_token_id: int

@@ -64,4 +64,7 @@ def _continues(before: EngineOutput, output: EngineOutput) -> bool:
 def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
     token_ids = [*before.token_ids, *output.token_ids]
     logprobs = [*before.logprobs, *output.logprobs]
-    return msgspec.structs.replace(before, token_ids=token_ids, logprobs=logprobs)
+    queued_us = before.queued_us + output.queued_us  # which the first tokens alone tell
+    return msgspec.structs.replace(
+        before, token_ids=token_ids, logprobs=logprobs, queued_us=queued_us
+    )

@@ -121,9 +121,11 @@ class Router:
                     if is_first and output.token_ids:
                         record.on_engine_output(output.queued_us)
                         is_first = False
-                    if output.token_ids:
+                    if output.finish_reason not in LOST:
+                        # Its KV is here by now. A leader that got it once more may hold it again.
                         for each in leaders[:-1]:
-                            each.release(request.request_id)
+                            if each is not leader:
+                                each.release(request.request_id)
                     so_far += output.token_ids
                     goes_on = output.finish_reason in GOES_ON
                     if goes_on:

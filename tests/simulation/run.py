@@ -49,6 +49,8 @@ class Tally:
     """By ranks, faults, features, epochs and outcome."""
     totals: Counter[str] = field(default_factory=Counter)
     longest_pause_s: float = 0.0
+    longest_move_s: float = 0.0
+    longest_drain_s: float = 0.0
     findings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -67,6 +69,8 @@ class Tally:
         self.num_schedules += 1
         self.steps.append(outcome.num_steps)
         self.longest_pause_s = max(self.longest_pause_s, outcome.longest_pause_s)
+        self.longest_move_s = max(self.longest_move_s, outcome.longest_move_s)
+        self.longest_drain_s = max(self.longest_drain_s, outcome.longest_drain_s)
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
         names += [f"replicas: {n}" for n in {shape.num_replicas for shape in schedule.groups}]
         names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
@@ -79,6 +83,9 @@ class Tally:
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
         names += ["had: handoff"] * bool(outcome.num_handoffs)
+        names += ["had: moves"] * bool(outcome.moves)
+        names += [f"moves: {loop}, {what}" for what, n in sorted(outcome.moves.items()) if n]
+        names += [f"judged: {what}" for what in sorted(outcome.num_judged)]
         names.append(f"outcome: {finding.kind if finding else 'holds'}")
         self.counts.update(names)
         self.totals.update(
@@ -88,6 +95,8 @@ class Tally:
             attempts=outcome.num_resubmitted,
             preemptions=outcome.num_preemptions,
             handoffs=outcome.num_handoffs,
+            moves=outcome.moves.total() - outcome.moves["with KV"],
+            moves_with_kv=outcome.moves["with KV"],
             steps=outcome.num_steps,
             simulated_s=round(outcome.simulated_s),
         )
@@ -102,6 +111,8 @@ class Tally:
         yield f"agreed steps with work: least {steps[0]}, p50 {p50}, p99 {p99}, most {steps[-1]}"
         pause = f"{self.longest_pause_s:.2f} s"
         yield f"longest pause beyond the time to detect, with a healthy replica: {pause}"
+        yield f"longest move, with room elsewhere: {self.longest_move_s:.2f} s"
+        yield f"longest drain, likewise: {self.longest_drain_s:.2f} s"
         for name, count in sorted(self.counts.items()):
             yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
         for name, count in sorted(self.totals.items()):

@@ -24,7 +24,7 @@ from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
-from cluster.kv.handoff import GroupReader, KVHolder
+from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
 from cluster.rank.follower import FollowerLoop
 from cluster.wire.group_messages import StepFrame
@@ -32,9 +32,11 @@ from cluster.wire.messages import (
     PENDING,
     Abort,
     EngineOutput,
+    FinishReason,
     Inbound,
     KVAnswer,
     KVSource,
+    Leave,
     SampledTokens,
     StepAgreement,
     StepKind,
@@ -110,6 +112,14 @@ class _DropsAborts(SimInbox):
     def take(self) -> Iterator[tuple[bytes, Any]]:
         for peer, message in super().take():
             if not isinstance(message, Abort):
+                yield peer, message
+
+
+@planted("inbox", "a dropped leave")
+class _DropsLeaves(SimInbox):
+    def take(self) -> Iterator[tuple[bytes, Any]]:
+        for peer, message in super().take():
+            if not isinstance(message, Leave):
                 yield peer, message
 
 
@@ -233,6 +243,29 @@ class _SendsNoAborts(SimConnection):
             super().send(body)
 
 
+@planted("connection", "a leave that is not sent")
+class _SendsNoLeaves(SimConnection):
+    def send(self, body: bytes) -> None:
+        if not isinstance(decode(body, Inbound), Leave):
+            super().send(body)
+
+
+@planted("connection", "a move that is taken for a loss")
+class _TakesMovesForLosses(SimConnection):
+    def deliver(self, output: EngineOutput) -> None:
+        if output.finish_reason == FinishReason.MOVED:
+            output = msgspec.structs.replace(output, finish_reason=FinishReason.ABORT)
+        super().deliver(output)
+
+
+@planted("connection", "a loss that is taken for a move")
+class _TakesLossesForMoves(SimConnection):
+    def deliver(self, output: EngineOutput) -> None:
+        if output.finish_reason == FinishReason.KV_LOST:
+            output = msgspec.structs.replace(output, finish_reason=FinishReason.MOVED)
+        super().deliver(output)
+
+
 @planted("output_sender", "outputs for an ingress that is gone")
 class _RunsForNobody(SimOutputSender):
     def send(self, outputs: list[EngineOutput]) -> list[str]:
@@ -262,6 +295,24 @@ class _GoesBack(Directory):
                 del self._leaders[report.engine_id]
                 known.on_end("it is older")
             super().see([report])
+
+
+@planted("directory", "a report of a replica from before it drained")
+class _BelievesOldReports(Directory):
+    def see(self, reports: Iterable[LeaderReport]) -> None:
+        known = {each.report.engine_id: each.report for each in self._leaders.values()}
+        draining = (each for each in reports if each.state == "draining")
+        old = {each.engine_id: known.get(each.engine_id, each) for each in draining}
+        super().see([old.get(each.engine_id, each) for each in reports])
+
+
+@planted("directory", "a leave for nobody")
+class _LetsAllLeave(Directory):
+    def see(self, reports: Iterable[LeaderReport]) -> None:
+        super().see(reports)
+        for leader in self._leaders.values():
+            if leader.report.state == "draining":
+                leader.leave()
 
 
 @planted("directory", "news that wake nobody")
@@ -303,10 +354,30 @@ class _HasOneClock(SimGroup):
 
 @planted("scheduler", "an abort that leaks blocks")
 class _LeaksOnAbort(Scheduler):
-    def _abort(self, seq: sequence.Sequence) -> None:
+    def _abort(self, seq: sequence.Sequence) -> bool:
         held, seq.block_table = seq.block_table, []
-        super()._abort(seq)
+        is_waiting = super()._abort(seq)
         seq.block_table = held
+        return is_waiting
+
+
+@planted("scheduler", "a leaver that is planned once more")
+class _PlansLeaversAgain(Scheduler):
+    def _may_end(self, seq: sequence.Sequence) -> bool:
+        is_leaving, seq.is_leaving = seq.is_leaving, False
+        may_end = super()._may_end(seq)
+        seq.is_leaving = is_leaving
+        return may_end
+
+    def _is_in_flight(self, seq: sequence.Sequence) -> bool:
+        return not seq.is_leaving and super()._is_in_flight(seq)
+
+
+@planted("scheduler", "a read that nobody hears of")
+class _SaysNothingOfReads(Scheduler):
+    def _emit(self, seq: sequence.Sequence, reason: FinishReason, error: str = "") -> None:
+        if reason:
+            super()._emit(seq, reason, error)
 
 
 @planted("scheduler", "a pre-emption that forgets its outputs")
@@ -390,6 +461,14 @@ class _WaitsAsIfAsleep(SimLeader):
         phases.vote = lambda: phases.wait(self.last_step, is_asleep=True)  # type: ignore[method-assign]
         phases.agree = phases.vote  # type: ignore[method-assign]
         phases.build = lambda step, num_tokens: phases.wait(step, is_asleep=True)  # type: ignore[method-assign]
+
+
+@planted("group_holder", "a handoff that is freed with the first of two readers")
+class _FreesWithTheFirstReader(GroupHolder):
+    def on_handoffs_ended(self, handoff_ids: list[int]) -> None:
+        for handoff_id in handoff_ids:
+            if self._num_alive.pop(handoff_id, 0):
+                self._ended.append(handoff_id)
 
 
 @planted("group_reader", "a read that is good on half of its ranks")

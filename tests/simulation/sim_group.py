@@ -14,18 +14,16 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from sim_ingress import BEAT_S, RESET_S, SILENT_S
-from sim_kv import handoff_terms
 from sim_loop import Process, Violation
 from sim_rank import SimFollower, SimLeader, SimRank
 from sim_replica import SimReplica
-from sim_schedule import BOARD, FAILED_START, FATAL, IN_STEP, WATCHDOG_S, Fault
+from sim_schedule import BOARD, DRAINS, FAILED_START, FATAL, IN_STEP, WATCHDOG_S, Fault
 
 from cluster.actors.rank_group import BLAME_S, HEARTBEAT_PERIOD_S, CallEnd, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
 from cluster.group.context import RankStats
 from cluster.group.rendezvous import Rendezvous
-from cluster.kv.handoff import HandoffMetadata
 from cluster.observe.counts import Counts
 from cluster.observe.logs import last_line
 from cluster.observe.metrics import SchedulerStats
@@ -155,11 +153,6 @@ class SimGroup(RankGroup):
                 mine = [rank for rank in self.ranks if rank.dp_rank == leader.dp_rank]
                 leader.sender.connect([rank for rank in mine if isinstance(rank, SimFollower)])
 
-    def metadata(self, dp_rank: int) -> HandoffMetadata | None:
-        if self.role is Role.MIXED:
-            return None
-        return handoff_terms(self, dp_rank)
-
     # --- the owner's calls --------------------------------------------------------------------
 
     def fails_to_start(self, rank: SimRank) -> bool:
@@ -280,6 +273,8 @@ class SimGroup(RankGroup):
         self._found_by.append((fault.rank, self.loop.now + own_s, self.loop.now + others_s))
         if fault.kind not in BOARD:
             self.replica.strike(fault, is_fatal=fault.kind in FATAL, lasts_s=others_s)
+        if fault.kind not in DRAINS:
+            self.world.on_trouble(self.loop.now + fault.delay_s + max(others_s, fault.duration_s))
         self.world.on_strike(fault)
 
     def on_replica_killed(self) -> None:
@@ -342,7 +337,9 @@ class SimGroup(RankGroup):
                 leader.unreachable_until = self.loop.now + fault.duration_s
                 self._silence(leader, fault.duration_s)
             case "drain":
-                self.world.replace(self.replica, fault)
+                self.world.replace([self.replica], fault)
+            case "drain all":
+                self.world.replace(self.world.replicas_of(self.pool), fault)
             case _:
                 self.world.board.strike(fault)
                 for replica in self.world.replicas:

@@ -33,6 +33,7 @@ from cluster.wire.messages import (
     EngineOutput,
     Hello,
     Inbound,
+    Leave,
     OutputFrame,
     Submit,
     decode,
@@ -72,7 +73,7 @@ class SimConnection:
         self._is_accepted = self._is_forgotten = False
         """At the leader."""
         self._will_lose = self._is_broken = False
-        self._world, self._loop, self._leader = world, world.loop, leader
+        self._world, self._loop, self.directory_leader = world, world.loop, leader
         self._early: list[bytes] = []
         if self._held_s > SILENT_S:
             self._loop.after(SILENT_S, self.end)
@@ -90,6 +91,8 @@ class SimConnection:
                 self.ends[request.request_id] = ""
             case Abort(request_ids=request_ids):
                 self.aborted.update(request_ids)
+            case Leave():
+                self._world.on_leave(self)
         if not self._loses():
             self._loop.at(self._arrival(is_back=False), self._arrive, body)
 
@@ -107,19 +110,24 @@ class SimConnection:
         if self.is_open:
             self.is_open = False
             self._world.on_deaths([each for each, end in self.ends.items() if not end])
-            self._leader.on_end("its connection ended")
+            self.directory_leader.on_end("its connection ended")
 
     def _take(self, body: bytes) -> None:
         if not self.is_open:
             return
         frame: OutputFrame = decode(body, OutputFrame)
-        self._leader.on_welcome()
+        self.directory_leader.on_welcome()
         for encoded in frame.outputs:
             output: EngineOutput = decode(encoded, EngineOutput)
             self.ends[output.request_id] = output.finish_reason
             if output.finish_reason and output.request_id not in self.aborted:
-                self._world.on_stage_end(output)
-            self._leader.deliver(output)
+                self._world.on_stage_end(self, output)
+            elif output.token_ids:
+                self._world.on_token(self, output)
+            self.deliver(output)
+
+    def deliver(self, output: EngineOutput) -> None:
+        self.directory_leader.deliver(output)
 
     # --- at the leader ----------------------------------------------------------------------------
 
@@ -212,6 +220,8 @@ class SimInbox(Inbox):
                 continue
             if isinstance(message, Abort):
                 self._leader.on_abort(message.request_ids)
+            elif isinstance(message, Leave):
+                self._leader.on_leave(message.request_ids)
             yield peer, message
 
     def send_multipart(self, parts: tuple[bytes, bytes], flags: int) -> None:

@@ -1,4 +1,4 @@
-"""KV between the simulated ranks of a prefill and a decode pool.
+"""KV between simulated ranks: every one of them lets others read, and reads.
 
 Real are the handoffs and leases (`KVHolder`), the reads (`KVPulls`), the turns of their threads
 (`KVServer`, `KVPuller`) and what makes one of all ranks' slices (`GroupHolder`, `GroupReader`).
@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sim_loop import Violation
 from sim_model import Cell
 
 from cluster.kv.handoff import HandoffMetadata
@@ -113,6 +114,8 @@ class SimServer(KVServer):
         self._proofs: Any = self
         self._doorbell: Any = SimpleNamespace(ring=ring)
         self._thread: Any = SimThread(rank, self._turn, self._next_deadline)
+        self._asked: dict[int, int] = {}
+        """The blocks and generations of the handoff that the call under way is for."""
 
     def on_call(self, puller: SimPuller, call_id: bytes, body: bytes) -> None:
         self._rank.group.on_transfer(self._rank)
@@ -132,9 +135,24 @@ class SimServer(KVServer):
     def of_answer(self, call_proof: bytes, answer: bytes) -> bytes:
         return b""
 
+    def _answer(self, proved: ProvedCall) -> None:
+        lease = self._holder._leases.get(proved.call.handoff_id)
+        self._asked = lease.generations if lease is not None else {}
+        super()._answer(proved)
+
     def send_multipart(self, parts: list[Any], *, copy: bool) -> None:
         puller, _, answer, _, *blocks = parts
+        if decode(answer, KVAnswer).alive:
+            self._check_held()
         puller.answer_from(self._source, answer, blocks)
+
+    def _check_held(self) -> None:
+        """Assert that the blocks of a handoff that has not ended here were not given to others."""
+        rank = self._rank
+        generations = rank.group.leaders[rank.dp_rank].scheduler.blocks.generations
+        for block, generation in self._asked.items():
+            if generations[block] != generation:
+                rank.group.loop.fail(Violation("freed while held", f"{rank.name}: block {block}"))
 
 
 class SimPuller(KVPuller):
@@ -173,7 +191,6 @@ class SimPuller(KVPuller):
     def send(self, source: KVSource, call: KVCall) -> None:
         self._rank.group.on_transfer(self._rank)
         server = self._world.rank_at(source.address).server
-        assert server is not None, f"{source.address}: wanted a holder"
         args = self, self._ids.next(), encode(call)
         self._world.send_kv(self.address, source.address, server.on_call, *args)
 

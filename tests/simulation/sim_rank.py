@@ -17,13 +17,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from sim_ingress import SimInbox
-from sim_kv import SimPuller, SimServer
+from sim_kv import SimPuller, SimServer, handoff_terms
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
 from sim_model import GRAPHS, PagedModel
 from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
-from cluster.config import Role, SchedulerConfig
+from cluster.config import SchedulerConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDigester
@@ -78,8 +78,8 @@ class SimRank:
         self.model = PagedModel(
             schedule.num_blocks, schedule.block_size, schedule.max_num_seqs, VOCAB
         )
-        self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
-        self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
+        self.server = SimServer(self, self.ring)
+        self.puller = SimPuller(self, self.ring)
 
     def start(self) -> None:
         """Run, and compile elsewhere. Called from the loop."""
@@ -256,6 +256,8 @@ class SimRunner:
         rank = self._rank
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
+        if rank.group.schedule.step_s:
+            rank.device.process.sleep(rank.group.schedule.step_s)
         self.forward(plan, agreed, self.num_tokens(plan, agreed.num_tokens_across_dp))
         rank.group.on_sampled(rank, agreed.step, sampled)
         return sampled
@@ -323,29 +325,26 @@ class SimLeader(SimRank):
         self.has_rung = False
         self.aborted: dict[str, int] = {}
         """Requests whose abort was in the inbox before this step."""
-        self._holder: GroupHolder | None = None
-        self._reader: GroupReader | None = None
+        self._leaving: set[str] = set()
+        """Requests that were told to leave."""
+        tell = self.sender.tell if self.sender is not None else None
+        num_followers = group.tp_size - 1
+        self._holder: GroupHolder = group.plants.group_holder(self.server, num_followers, tell)
+        self._reader: GroupReader = group.plants.group_reader(self.puller, num_followers, tell)
         self.machine: LockstepMachine | None = None
         self.scheduler = self._scheduler()
 
     def _scheduler(self) -> Scheduler:
-        schedule, plants = self.group.schedule, self.group.plants
-        num_followers = self.group.tp_size - 1
-        tell = self.sender.tell if self.sender is not None else None
-        if self.server is not None:
-            self._holder = plants.group_holder(self.server, num_followers, tell)
-        if self.puller is not None:
-            self._reader = plants.group_reader(self.puller, num_followers, tell)
+        schedule = self.group.schedule
         blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
-        metadata = self.group.metadata(self.dp_rank)
-        return plants.scheduler(
+        terms = handoff_terms(self.group, self.dp_rank)
+        scheduler: Scheduler = self.group.plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
             RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
-            handover=KVHandover(blocks, metadata, holder=self._holder, reader=self._reader)
-            if metadata is not None
-            else None,
+            handover=KVHandover(blocks, terms, holder=self._holder, reader=self._reader),
         )
+        return scheduler
 
     def start(self) -> None:
         """Make the engine and run. Called from the loop."""
@@ -423,10 +422,15 @@ class SimLeader(SimRank):
     def on_abort(self, request_ids: list[str]) -> None:
         self.aborted.update(dict.fromkeys(request_ids, self.last_step + 1))
 
+    def on_leave(self, request_ids: list[str]) -> None:
+        self._leaving.update(request_ids)
+
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
         """They are about to leave."""
         if self.aborted:
             self._check_aborts(outputs)
+        if self._leaving:
+            self._check_leavers(outputs)
         self.group.on_outputs(self, outputs)
 
     def _check_aborts(self, outputs: list[EngineOutput]) -> None:
@@ -435,6 +439,27 @@ class SimLeader(SimRank):
                 step = self.aborted[output.request_id]
                 text = f"{output.request_id} got a token in step {self.last_step}"
                 raise Violation("abort ignored", f"{self.name}: {text}, aborted before step {step}")
+
+    def _check_leavers(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if output.request_id not in self._leaving:
+                continue
+            if output.finish_reason:
+                self._leaving.remove(output.request_id)
+            elif output.token_ids:
+                text = f"{output.request_id} goes on after step {self.last_step}"
+                raise Violation("leave ignored", f"{self.name}: {text}")
+
+    def check_tickets(self) -> None:
+        """Assert that no handoff is held for this leader on any of its ranks, and none is read."""
+        num_held, num_read = self._holder.num_held, len(self._reader._num_reading)
+        for rank in self.group.ranks:
+            if rank.dp_rank == self.dp_rank:
+                num_held += rank.server.num_held
+                num_read += len(rank.puller.reads._pulls)
+        if num_held or num_read:
+            text = f"{num_held} handoffs held, {num_read} read"
+            raise Violation("a ticket is left", f"{self.name}: {text}")
 
 
 class SimFollower(SimRank):

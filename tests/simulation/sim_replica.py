@@ -33,6 +33,10 @@ class SimReplica:
         self.replica_id = f"replica{number}"
         self.healthy_from = inf
         """Since when requests can be sent here: nothing that struck it is left."""
+        self.troubled_until = 0.0
+        """Until what struck it last is over."""
+        self.is_replaced = False
+        """Whether Serve has decided to stop it."""
         self.drains_from = inf
         self._world, self._loop = world, world.loop
         self.core: PoolCore = world.plants.pool_core(shape.pool, self.replica_id, CONFIG_HASH, self)
@@ -66,6 +70,7 @@ class SimReplica:
         await self.core.drain()
         if is_drained and self.core.state in ("ready", "draining"):
             self._check_drained()
+            self._world.on_drained(self)
         await self.core.stop()
         self._world.board.remove(self.pool, self.replica_id)
 
@@ -90,6 +95,7 @@ class SimReplica:
         """Something happens here: requests may be lost until it is over."""
         over_at = inf if is_fatal else self._loop.now + fault.delay_s + lasts_s + LEARN_S
         self.healthy_from = max(self.healthy_from, over_at)
+        self.troubled_until = max(self.troubled_until, over_at)
 
     def on_board_trouble(self) -> None:
         """What the ingress does not know of it yet takes longer."""
@@ -117,11 +123,20 @@ class SimReplica:
             self.healthy_from = max(self._loop.now, self._world.board.trouble_until) + LEARN_S
 
 
-async def replace(world: World, old: SimReplica, fault: Fault) -> None:
-    """Stop a replica, with another one that starts before, after it, or not at all."""
+async def replace(world: World, old: list[SimReplica], fault: Fault) -> None:
+    """Stop replicas of a pool, with as many others that start before, after them, or not at all."""
+    shapes = [replica.shape for replica in old]
+    for replica in old:
+        replica.is_replaced = True
     if fault.successor == "before":
-        await world.start_replica(old.shape)
+        await asyncio.gather(*map(world.start_replica, shapes))
+    await asyncio.gather(*(_stop(world, replica, fault) for replica in old))
+    if fault.successor == "after":
+        await asyncio.gather(*map(world.start_replica, shapes))
+    elif not world.replicas_of(shapes[0].pool):
+        await world.start_replica(shapes[0])
+
+
+async def _stop(world: World, old: SimReplica, fault: Fault) -> None:
     await old.stop(fault.grace_s)
     world.replicas.remove(old)
-    if fault.successor == "after" or not world.replicas_of(old.pool):
-        await world.start_replica(old.shape)

@@ -31,15 +31,15 @@ FATAL = ("kill", "stop", "stall", "told to stop", "diverge", "altered plan", *LO
 CONNECTION = ("cut", "partition")
 """What happens to the connection between the ingress and the rank's leader."""
 BOARD = ("silent board", "late board", "new board")
-DRAIN = "drain"
-"""Serve stops the rank's replica."""
+DRAIN, DRAIN_ALL = DRAINS = "drain", "drain all"
+"""Serve stops the rank's replica, or all of its pool at once."""
 HARMLESS = ("pause", "slow", "held link", *BOARD)
-IN_STEP = ("kill", "stop", "stall", "told to stop", "pause", "slow", *CONNECTION, *BOARD, DRAIN)
+IN_STEP = ("kill", "stop", "stall", "told to stop", "pause", "slow", *CONNECTION, *BOARD, *DRAINS)
 """What strikes when a rank is in a phase of its step; some of it also while its KV is on the way.
 """
 IN_TRANSFER = ("kill", "stop", "told to stop", "pause")
 LOST_CALLS = "lost calls"
-"""For a while nothing arrives between the ranks of two pools: reads fail, and leases end."""
+"""For a while no call for KV arrives: reads fail, and leases end."""
 FAILED_START = "failed start"
 """A rank of the group that is rebuilt dies while it loads: only after what was fatal."""
 MAX_LOSSES = 2
@@ -136,7 +136,7 @@ class Schedule:
     delay_s: float
     """What a frame between ranks takes on average."""
     kv_delay_s: float
-    """What a call or an answer between ranks of two pools takes on average."""
+    """What a call for KV or its answer takes on average."""
     lease_s: float
     max_wait_s: float
     """How long a request waits for a leader that can take it."""
@@ -150,6 +150,26 @@ class Schedule:
     """Whether a step is planned while the one before runs."""
     has_device: bool
     """Whether steps run beside the process that launches them, as with CUDA."""
+    step_s: float
+    """What a step computes for, beside what its messages take."""
+
+    @property
+    def room(self) -> int:
+        """How many requests fit into one leader, whatever they are."""
+        per_sequence = -(-LONGEST // self.block_size)
+        return min(self.max_num_seqs, max(0, self.num_blocks // per_sequence - 1))
+
+    @property
+    def prefill_s(self) -> float:
+        """What steps take at most until all that runs in one leader has its first token."""
+        num_steps = -(-LONGEST // self.budget) * self.max_num_seqs + 5
+        return num_steps * (self.step_s + 0.03)
+
+    @property
+    def read_s(self) -> float:
+        """What the longest read takes: its calls, each twice as long as on average."""
+        num_calls = -(-LONGEST // self.block_size) // 2 + 2
+        return 2 * num_calls * 2 * self.kv_delay_s
 
     @property
     def num_ranks(self) -> int:
@@ -166,6 +186,9 @@ def draw_schedule(seed: int) -> Schedule:
     is_full = rng.random() < 0.4
     num_requests = rng.randint(8, 10)
     has_aborts = rng.random() < 0.4
+    faults = _draw_faults(rng, groups, lease_s)
+    # What runs when a replica drains should not have ended before it can leave.
+    has_drains = any(fault.kind in DRAINS for fault in faults)
     return Schedule(
         seed=seed,
         groups=groups,
@@ -180,11 +203,15 @@ def draw_schedule(seed: int) -> Schedule:
         lease_s=lease_s,
         max_wait_s=rng.choice((1.0, 30.0, 30.0, 30.0)),
         is_mapped=rng.random() < 0.5,
-        arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
-        faults=_draw_faults(rng, groups, lease_s),
+        arrivals=[
+            draw_arrival(rng, i, num_requests, has_aborts=has_aborts, is_long=has_drains)
+            for i in range(num_requests)
+        ],
+        faults=faults,
         compile_s=rng.choice((None, 0.02, 0.3, 1.0)),
         is_overlapped=rng.random() < 0.5,
         has_device=rng.random() < 0.6,
+        step_s=rng.choice((0.0, 0.03, 0.1, 0.1) if has_drains else (0.0, 0.0, 0.0, 0.03)),
     )
 
 
@@ -199,15 +226,19 @@ def _draw_groups(rng: random.Random) -> list[Shape]:
             return drawn
 
 
-def draw_arrival(rng: random.Random, i: int, num_requests: int, has_aborts: bool) -> Arrival:
+def draw_arrival(
+    rng: random.Random, i: int, num_requests: int, *, has_aborts: bool, is_long: bool
+) -> Arrival:
     """Return the i-th request; some share the head of their prompt."""
     shared = [rng.randrange(4)] * rng.choice((0, 0, 8, 16))
     is_late = rng.random() < 0.2
+    at = rng.random() * (1.0 if is_late else 0.1)
+    prompt = shared + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 16))]
     return Arrival(
         request_id=f"r{i}",
-        at=rng.random() * (1.0 if is_late else 0.1),
-        prompt=shared + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 16))],
-        max_tokens=rng.randint(4, 16),
+        at=at,
+        prompt=prompt,
+        max_tokens=rng.randint(8, LONGEST - len(prompt)) if is_long else rng.randint(4, 16),
         stop=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 3)))),
         abort_after_s=rng.random() * 0.5 if has_aborts and rng.random() < 0.4 else None,
     )
@@ -217,34 +248,40 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
     is_mixed = len(groups) == 1
     fatal = FATAL if is_mixed else (*FATAL, *[LOST_CALLS] * 4)
     kinds = [rng.choice(fatal) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
-    kinds += [rng.choice((*CONNECTION, DRAIN, DRAIN)) for _ in range(rng.choice((0, 0, 1)))]
-    harmless = HARMLESS if is_mixed else (*HARMLESS, "pause", "pause")
+    others = (*CONNECTION, *[DRAIN] * 5, DRAIN_ALL)
+    kinds += [rng.choice(others) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
+    has_reads = not is_mixed or DRAIN in kinds
+    harmless = (*HARMLESS, "pause", "pause") if has_reads else HARMLESS
     kinds += [rng.choice(harmless) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
-    most = MAX_DEATHS if is_mixed else MAX_LOSSES
-    while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > most:
+    most = MAX_LOSSES if has_reads else MAX_DEATHS
+    while sum(_num_losses(kind, has_reads, lease_s) for kind in kinds) > most:
         kinds.pop()
     rng.shuffle(kinds)
-    faults = [_draw_fault(rng, kind, rng.choice(groups)) for kind in kinds]
-    if (fatal := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
-        i = rng.choice(fatal)
+    faults = [
+        _draw_fault(rng, kind, rng.choice(groups), has_reads=not is_mixed or DRAIN in kinds[:i])
+        for i, kind in enumerate(kinds)
+    ]
+    if (deadly := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
+        i = rng.choice(deadly)
         pool = faults[i].pool
         shape = next(shape for shape in groups if shape.pool == pool)
         faults.insert(i + 1, _draw_fault(rng, FAILED_START, shape))
     return faults
 
 
-def _num_losses(kind: str, is_mixed: bool, lease_s: float) -> int:
+def _num_losses(kind: str, has_reads: bool, lease_s: float) -> int:
     """Return how often a fault may lose one request."""
     if kind in ("slow", "held link", *BOARD):
-        return 0 if is_mixed or lease_s >= 2 * SHORT_S else 1
+        return 1 if has_reads and lease_s < 2 * SHORT_S else 0
     # Who is stopped is lost before its peers, which may get what it ran.
-    return 2 if kind == "stop" or (kind in LATE and not is_mixed) else 1
+    return 2 if kind == "stop" or (kind in LATE and has_reads) else 1
 
 
-def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
+def _draw_fault(rng: random.Random, kind: str, shape: Shape, *, has_reads: bool = False) -> Fault:
+    """Return a fault in one of a pool's replicas; has_reads: some rank has read KV by then."""
     rank, peer = rng.randrange(shape.num_ranks), -1
     in_transfer = kind == LOST_CALLS
-    if kind in IN_TRANSFER and shape.pool != "mixed":
+    if kind in IN_TRANSFER and has_reads:
         in_transfer = rng.random() < 0.5
     longest_s = LONG_S if kind == LOST_CALLS else SHORT_S
     if kind in (*BOARD, "partition"):
@@ -252,22 +289,23 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
     fields = PLAN_FIELDS if kind == "altered plan" else VOTE_FIELDS
     if kind in LINK:
         if not (links := _links(kind, shape)):
-            return _draw_fault(rng, "kill" if kind in FATAL else "slow", shape)
+            kind = "kill" if kind in FATAL else "slow"
+            return _draw_fault(rng, kind, shape, has_reads=has_reads)
         rank, peer = rng.choice(links)
     return Fault(
         kind=kind,
         pool=shape.pool,
         replica=rng.randrange(shape.num_replicas),
         rank=rank,
-        step=rng.randint(2, 14),
+        step=rng.randint(2, 6 if kind in DRAINS else 14),
         phase=rng.choice(PHASES),
         in_transfer=in_transfer,
         delay_s=rng.choice((0.0, 0.001, 0.02)) * rng.random(),
         duration_s=0.1 + (longest_s - 0.1) * rng.random(),
         peer=peer,
         field=rng.choice(fields),
-        grace_s=rng.choice((0.5, 3.0, 35.0)),
-        successor=rng.choice(("before", "after", "none")),
+        grace_s=rng.choice((0.5, 3.0, *[35.0] * 4)),
+        successor=rng.choice(("before", "before", "after", "none")),
     )
 
 

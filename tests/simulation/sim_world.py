@@ -11,6 +11,11 @@
 7. A request is given up only if no replica could take it while it waited. Where one is healthy, it
    is submitted within `MAX_PAUSE_S` of its arrival, of its last output, or of when the ingress must
    know that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
+9. Where a replica of its pool is healthy, one that drains lets go of what it runs: each request
+   leaves with its next token, and goes on elsewhere under the same attempt, which a loss alone
+   ends. If nothing else strikes and leaders have room, the replica is empty, and each request has
+   its next token, in bounded time (`_check_move`, `on_drained`). Nobody is told to leave if all
+   others drain as well.
 8. A client that leaves is told of to all who may have some of its request, and a connection that
    has not ended is kept.
 
@@ -26,13 +31,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from math import log
+from math import inf, log
 from typing import Any
 
 from sim_check import check_scheduler
 from sim_group import SimGroup, SimHandle
 from sim_ingress import (
     HEARD_S,
+    LEARN_S,
     POLL_S,
     SimBoard,
     SimConnection,
@@ -76,10 +82,10 @@ from cluster.wire.messages import (
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, NoLeader
-from serve.pools.pool_core import PoolCore
+from serve.pools.pool_core import IDLE_REPORTS, REPORT_PERIOD_S, PoolCore
 from serve.pools.quarantine import SHARED_DEATHS
+from serve.pools.router import GOES_ON, Router
 from serve.pools.router import LOST as LOST_ENDS
-from serve.pools.router import Router
 
 NUM_STREAMS = 16
 """Among which a stream's tokens wait for ticks of some 45 ms."""
@@ -93,6 +99,10 @@ SETTLE_S = 1.5
 REST_S = 12.0
 """Until the last lease has ended, and the last read from a dead holder."""
 MAX_PAUSE_S = 1.0
+LEAVE_S = 0.5
+"""Until what was told to leave has: a frame and two steps."""
+EMPTY_S = (IDLE_REPORTS + 2) * (REPORT_PERIOD_S + 0.02)
+"""Until an empty replica knows that it is."""
 ABORT_S = 0.01
 """Until engines are told that a client has left."""
 LONGEST_DELAY = 4.0
@@ -156,7 +166,15 @@ class Outcome:
     """All that were started."""
     num_preemptions: int = 0
     num_handoffs: int = 0
-    """Handoffs that prefill ranks issued."""
+    """Handoffs that were issued."""
+    moves: Counter[str] = field(default_factory=Counter)
+    """Requests that left who drained, by its pool, and those with their KV."""
+    longest_move_s: float = 0.0
+    """Of a client whose request moved, where nothing struck and there was room."""
+    longest_drain_s: float = 0.0
+    """Of a replica, likewise."""
+    num_judged: Counter[str] = field(default_factory=Counter)
+    """Moves and drains of these."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     """Why groups ended."""
@@ -197,6 +215,14 @@ class World:
         self._faults = list(schedule.faults)
         self.fault = self._faults[0] if self._faults else None
         """The one that strikes next."""
+        self._attempts: dict[str, str] = {}
+        """By request the last one that was submitted."""
+        self._moved_at: dict[str, float] = {}
+        """By request when it left who drained; until its next token."""
+        self._crowded: set[SimReplica] = set()
+        """Those that had more to let go of than fits into a leader at once."""
+        self._troubled_until = 0.0
+        """Until what struck last, drains apart, is over."""
         self._arrives_at: dict[Any, float] = {}
         self._calls_lost_until = 0.0
         self._is_done = False
@@ -269,7 +295,10 @@ class World:
             await asyncio.sleep(POLL_S)  # until then the ingress answers with 503
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
         num_extra = 0
-        while self.outcome.num_steps < MIN_STEPS or (self._faults and num_extra < MAX_EXTRA):
+        while self.outcome.num_steps < MIN_STEPS or (
+            num_extra < MAX_EXTRA
+            and (self._faults or not all(task.done() for task in self._serving))
+        ):
             arrivals = [self._extra(num_extra + i) for i in range(3)]
             num_extra += len(arrivals)
             await asyncio.gather(*map(self._client, arrivals))
@@ -301,7 +330,8 @@ class World:
             self.directory.see(await self.board.poll())
 
     def _extra(self, i: int) -> Arrival:
-        arrival = draw_arrival(self.rng, i, 8, has_aborts=False)
+        is_long = bool(self._serving) and not all(task.done() for task in self._serving)
+        arrival = draw_arrival(self.rng, i, 8, has_aborts=False, is_long=is_long)
         return Arrival(f"x{i}", 0.0, arrival.prompt, arrival.max_tokens, arrival.stop, None)
 
     async def _client(self, arrival: Arrival) -> None:
@@ -328,6 +358,8 @@ class World:
         async with aclosing(self.router.generate(request)) as outputs:
             async for output in outputs:
                 self._progress_at[arrival.request_id] = self.loop.now
+                if output.token_ids:
+                    self._check_move(arrival.request_id)
                 tokens += output.token_ids
                 reason = output.finish_reason
                 if tokens != wanted[: len(tokens)] or reason == "error":
@@ -343,9 +375,10 @@ class World:
         for connection in self._ways.get(request_id, []):
             [attempt] = [each for each in connection.ends if _request_of(each) == request_id][-1:]
             may_have = connection.ends[attempt] in ("", FinishReason.HANDOFF, *LOST_ENDS)
+            goes_on = ("", *GOES_ON, *LOST_ENDS)
             if may_have and connection.is_open and attempt not in connection.aborted:
                 ends = [each.ends.get(attempt) for each in self._ways[request_id]]
-                if all(end in ("", FinishReason.HANDOFF, *LOST_ENDS) for end in ends):
+                if all(end in goes_on for end in ends):
                     text = f"{attempt} at {connection.rank.name}"
                     self.loop.fail(Violation("abort not sent", text))
 
@@ -367,6 +400,7 @@ class World:
             ):
                 found = f"{scheduler.blocks.num_free_blocks} of {self.schedule.num_blocks} free"
                 raise Violation("something is left", f"{leader.name}: {found}")
+            leader.check_tickets()
 
     # --- Serve ------------------------------------------------------------------------------------
 
@@ -384,8 +418,47 @@ class World:
         self.replicas.append(replica)
         await replica.start()
 
-    def replace(self, replica: SimReplica, fault: Fault) -> None:
-        self._serving.append(self._spawn(replace(self, replica, fault)))
+    def replace(self, replicas: list[SimReplica], fault: Fault) -> None:
+        running = [replica for replica in replicas if replica.core.state != "loading"]
+        if old := [replica for replica in running if not replica.is_replaced]:
+            self._serving.append(self._spawn(replace(self, old, fault)))
+
+    def on_trouble(self, until: float) -> None:
+        """Something strikes that is over, and known everywhere, by then."""
+        self._troubled_until = max(self._troubled_until, until + LEARN_S)
+
+    def _is_quiet(self, since: float) -> bool:
+        return self._troubled_until < since
+
+    def has_room(self, connection: SimConnection) -> bool:
+        """Return whether all that a leader runs fits into it at once."""
+        return len(connection.directory_leader._running) <= self.schedule.room
+
+    def _check_move(self, request_id: str) -> None:
+        """A request has a token: assert that it does not come long after it left somewhere."""
+        moved_at = self._moved_at.pop(request_id, inf)
+        if not self._is_quiet(moved_at) or moved_at == inf:
+            return
+        took_s = self.loop.now - moved_at
+        self.outcome.num_judged["moves"] += 1
+        self.outcome.longest_move_s = max(self.outcome.longest_move_s, took_s)
+        if took_s > MAX_PAUSE_S + self.schedule.read_s + 5 * self.schedule.step_s:
+            raise Violation("too long a move", f"{request_id}: {took_s:.2f} s")
+
+    def on_drained(self, replica: SimReplica) -> None:
+        """Assert that a replica did not drain for long once there was another one."""
+        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
+        since = max(replica.drains_from, min((each.healthy_from for each in others), default=inf))
+        if replica in self._crowded or not self._is_quiet(since) or since == inf:
+            return
+        took_s = max(0.0, self.loop.now - since)
+        self.outcome.num_judged["drains"] += 1
+        self.outcome.longest_drain_s = max(self.outcome.longest_drain_s, took_s)
+        # What is being read when it is told to leave has to be read once more.
+        leaves_s = HEARD_S + self.schedule.prefill_s + 2 * self.schedule.read_s
+        if took_s > leaves_s + EMPTY_S:
+            text = f"{replica.pool} {replica.replica_id}: {took_s:.2f} s"
+            raise Violation("too long a drain", text)
 
     # --- what connections tell --------------------------------------------------------------------
 
@@ -411,8 +484,7 @@ class World:
         request_id, pool = _request_of(attempt), connection.rank.group.pool
         replica = connection.rank.group.replica
         way = self._ways.setdefault(request_id, [])
-        if pool != "decode" and way:
-            self.outcome.num_resubmitted += 1
+        self._check_attempt(attempt, way)
         late_from = max(self._progress_at[request_id], self._lost_by(way))
         pause_s = self.loop.now - late_from
         if self._num_deaths[request_id] >= SHARED_DEATHS:
@@ -422,15 +494,60 @@ class World:
             if pause_s > MAX_PAUSE_S:
                 text = f"{attempt}: {pause_s:.2f} s until {replica.pool}"
                 raise Violation("too long a pause", text)
-        known_by = max(replica.drains_from, self.board.trouble_until) + HEARD_S
-        if connection.rank.group.struck:  # a rank that is stopped holds a report up
-            known_by += STATS_TIMEOUT_S
-        if self.loop.now > known_by:
+        if self._must_know(replica):
             raise Violation("sent to one that drains", f"{attempt}: {connection.rank.name}")
-        if pool != "decode":
+        if attempt != self._attempts.get(request_id):
             way.clear()
+            self._moved_at.pop(request_id, None)
+        elif request_id in self._moved_at and not self.has_room(connection):
+            del self._moved_at[request_id]
+            self._crowded.add(way[-1].rank.group.replica)
         way.append(connection)
+        self._attempts[request_id] = attempt
         self._progress_at[request_id] = self.loop.now
+
+    def _check_attempt(self, attempt: str, way: list[SimConnection]) -> None:
+        """Assert that a request goes on under the same attempt until some of it is lost."""
+        if not way:
+            return
+        last = self._attempts[_request_of(attempt)]
+        end = way[-1].ends[last]
+        if attempt == last:
+            if end not in GOES_ON:
+                raise Violation("goes on after a loss", f"{attempt}: {end}")
+            return
+        self.outcome.num_resubmitted += 1
+        if end not in LOST_ENDS and all(connection.is_open for connection in way):
+            raise Violation("begun again for nothing", f"{attempt}: {end}")
+
+    def _must_know(self, replica: SimReplica) -> bool:
+        """Return whether the ingress must have heard that a replica drains."""
+        known_by = max(replica.drains_from, self.board.trouble_until) + HEARD_S
+        if replica.group.struck:  # a rank that is stopped holds a report up
+            known_by += STATS_TIMEOUT_S
+        return self.loop.now > known_by
+
+    def on_leave(self, connection: SimConnection) -> None:
+        """The ingress tells a leader to let go of what it runs."""
+        replica = connection.rank.group.replica
+        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
+        if all(map(self._must_know, others)):
+            raise Violation("told to leave for nobody", connection.rank.name)
+        if not self.has_room(connection):
+            self._crowded.add(replica)
+
+    def on_token(self, connection: SimConnection, output: EngineOutput) -> None:
+        """A request has a token where it stays."""
+        replica = connection.rank.group.replica
+        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
+        since = max(
+            replica.drains_from,
+            replica.troubled_until,
+            min((each.healthy_from for each in others), default=inf),
+        )
+        late_s = STATS_TIMEOUT_S if replica.group.struck else 0.0
+        if self._must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S + late_s:
+            raise Violation("stays", f"{output.request_id} at {connection.rank.name}")
 
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
@@ -440,11 +557,16 @@ class World:
     def on_deaths(self, attempts: list[str]) -> None:
         self._num_deaths.update(map(_request_of, attempts))
 
-    def on_stage_end(self, output: EngineOutput) -> None:
+    def on_stage_end(self, connection: SimConnection, output: EngineOutput) -> None:
         """An engine has said that a stage has ended, or that the KV for it is lost."""
-        request_id = _request_of(output.request_id)
+        request_id, pool = _request_of(output.request_id), connection.rank.group.pool
+        has_kv = output.finish_reason == FinishReason.HANDOFF
+        if output.finish_reason == FinishReason.MOVED or (has_kv and pool != "prefill"):
+            self.outcome.moves[pool] += 1
+            self.outcome.moves["with KV"] += has_kv
+            self._moved_at[request_id] = self.loop.now
         if output.finish_reason == FinishReason.KV_LOST:
-            holder, *_ = self._ways[request_id]
+            holder = self._ways[request_id][-2]
             late_from = max(holder.ended_at, self._progress_at[request_id])
             if self.loop.now - late_from > MAX_PAUSE_S and self._is_one_healthy(
                 holder.rank.group.pool, late_from

@@ -65,6 +65,7 @@ def test_blocks_found_on_the_decode_side_are_not_read_again(pair: SimpleNamespac
         pair.decode.submit(request, handoff)
         outputs = pair.run()
         assert [t for o in outputs for t in o.token_ids] == sim.continuation(request)[1:]
+        assert (outputs[0].token_ids, outputs[0].position) == ([], 1), "its KV was read"
     assert pair.holder.num_blocks_sent == 3 + 3
     assert pair.decode.scheduler.stats().prompt_tokens_computed == 0
 

@@ -120,3 +120,11 @@ async def test_pieces_of_a_prompts_logprobs_are_taken_as_one_output() -> None:
     mailbox.put(decode(pieces[-1], EngineOutput))
     mailbox.put(output_of(1, [6]))
     assert [await mailbox.get(), await mailbox.get()] == [whole, output_of(1, [6])]
+
+
+async def test_the_first_tokens_tell_how_long_they_waited_also_behind_a_read() -> None:
+    mailbox = Mailbox("r", StreamBatcher())
+    mailbox.put(output_of(3, []))  # what was handed over has been read
+    mailbox.put(msgspec.structs.replace(output_of(3, [7]), queued_us=250))
+    output = await mailbox.get()
+    assert (output.position, output.token_ids, output.queued_us) == (3, [7], 250)

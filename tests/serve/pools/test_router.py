@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 import msgspec
@@ -224,7 +224,8 @@ async def test_the_handoff_goes_to_a_decode_engine_and_both_are_told_of_a_client
     assert [each.aborted() for each in pools.connections.all] == [[["r.0"]], [["r.0"]]]
 
 
-async def test_a_prefill_engine_that_ends_matters_until_its_kv_is_read() -> None:
+@pytest.mark.parametrize("first", [[7], []], ids=["with its next token", "before that"])
+async def test_a_prefill_engine_that_ends_matters_until_its_kv_is_read(first: list[int]) -> None:
     """Before that, the request is prefilled again, with the tokens that its client has."""
 
     def never_read(run: Run) -> None: ...
@@ -235,20 +236,30 @@ async def test_a_prefill_engine_that_ends_matters_until_its_kv_is_read() -> None
     reads: list[Run] = []
 
     def read(run: Run) -> None:
-        run.output([7], position=2)
+        run.output(first, position=2)
         reads.append(run)
 
     pools = Pools(prefill=[hand_over_and_crash, hand_over_again], decode=[never_read, read])
     outputs = pools.router.generate(request_of())
     async with asyncio.timeout(60):
-        assert [(await anext(outputs)).token_ids for _ in range(3)] == [[5], [6], [7]]
+        assert [(await anext(outputs)).token_ids for _ in range(2)] == [[5], [6]]
+        following = asyncio.create_task(_all(outputs))
+        while not reads:
+            await asyncio.sleep(0)
         leaders = [each.leader for each in pools.connections.all]
         [*_, prefill] = [leader for leader in leaders if leader.report.pool == "prefill"]
+        while prefill._handed_over:
+            await asyncio.sleep(0)
         prefill.on_end("its connection ended")
-        finish_at(3)(reads[0])
-        assert (await anext(outputs)).finish_reason == "length"
+        finish_at(2 + len(first))(reads[0])
+        *_, last = await following
+        assert last.finish_reason == "length"
     assert pools.output_ids("prefill") == [[], [5]]
     assert pools.output_ids("decode") == [[5], [5, 6]]
+
+
+async def _all(outputs: AsyncIterator[EngineOutput]) -> list[EngineOutput]:
+    return [output async for output in outputs]
 
 
 def twice(run: Run) -> None:
