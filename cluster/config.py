@@ -118,8 +118,25 @@ class EngineConfig:
         return -(-self.max_model_len // self.cache.block_size)
 
 
-def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
-    bundle: dict[str, float] = {"CPU": num_cpus}
-    if config.device == "cuda":
-        bundle["GPU"] = 1
-    return [dict(bundle) for _ in range(config.parallel.world_size)]
+@dataclass(frozen=True)
+class Placement:
+    """What each rank of a group reserves in Ray, and on which nodes."""
+
+    num_cpus: float = DEFAULT_NUM_CPUS
+    num_gpus: float = 0.0
+    accelerator_type: str | None = None
+    label_selector: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self.num_cpus}
+        if self.num_gpus:
+            bundle["GPU"] = self.num_gpus
+        if self.accelerator_type is not None:
+            # What Ray makes of an actor's `accelerator_type`: nodes have 1 of it.
+            bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return bundle
+
+    def bundles(self, parallel: ParallelConfig) -> list[dict[str, float]]:
+        """Return one bundle for each rank of a group."""
+        return [self.bundle for _ in range(parallel.world_size)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from local_ranks import CREDENTIALS
 
-from cluster.config import DEFAULT_NUM_CPUS, PLACEMENT_TIMEOUT_S, EngineConfig, rank_bundles
+from cluster.config import PLACEMENT_TIMEOUT_S, EngineConfig, Placement
 from cluster.wire.credentials import Credentials
 
 
@@ -29,7 +29,7 @@ async def _running_group(
 
     from cluster.actors.ray_ranks import create_group
 
-    bundles = rank_bundles(engine, DEFAULT_NUM_CPUS)
+    bundles = Placement().bundles(engine.parallel)
     placement = ray.util.placement_group(bundles, strategy="PACK")
     assert placement.wait(PLACEMENT_TIMEOUT_S), f"not placed: {bundles}"
     group = create_group(
