@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from compile.config import CompilationConfig
 from compile.errors import FieldError
@@ -15,6 +16,7 @@ DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
 
 
+PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 MIN_LEASE_S = 0.01
 """The shortest lease of KV: a shorter one ends before its reader can renew it."""
 MAX_LEASE_S = 86400.0
@@ -126,6 +128,9 @@ class Placement:
     num_gpus: float = 0.0
     accelerator_type: str | None = None
     label_selector: dict[str, str] = field(default_factory=dict)
+    strategy: PlacementStrategy = "STRICT_PACK"
+    """Of all bundles of a group: tensor-parallel ranks on two nodes would wait for the network in
+    every layer."""
 
     @property
     def bundle(self) -> dict[str, float]:

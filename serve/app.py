@@ -104,7 +104,7 @@ def _pool_deployment(config: DeployConfig, pool: PoolConfig) -> Deployment:
         placement_group_bundle_label_selector=[placement.label_selector] * len(bundles)
         if placement.label_selector
         else None,
-        placement_group_strategy="PACK",
+        placement_group_strategy=placement.strategy,
         logging_config={"enable_access_log": False},
         health_check_period_s=1,
         graceful_shutdown_wait_loop_s=STOP_PERIOD_S,

@@ -24,6 +24,7 @@ from cluster.config import (
     MIN_LEASE_S,
     CacheConfig,
     EngineConfig,
+    PlacementStrategy,
     TransferConfig,
 )
 from compile.errors import FieldError
@@ -119,6 +120,10 @@ class EngineArgs(_Strict, frozen=True):
     label_selector: dict[LabelKey, LabelSelector] | None = None
     """Labels that its nodes have, as Ray selects by them: `{"zone": "a"}`, `!a` or `in(a, b)`;
     null: any."""
+    placement_strategy: PlacementStrategy | None = None
+    """How Ray places a replica and its ranks: `STRICT_PACK`, all on one node; `PACK`, on as few as
+    can be; `SPREAD` and `STRICT_SPREAD`, on many. Null: `STRICT_PACK`. A group that is larger than
+    a node needs another, and tensor-parallel ranks on two nodes are slow."""
     compilation: dict[str, Any] = {}
     """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given. A pool
     has the application's where its own say nothing."""

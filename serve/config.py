@@ -301,6 +301,7 @@ def _placement(args: DeployArgs, device: str) -> Placement:
         num_gpus=(args.num_gpus or 1.0) if device == "cuda" else 0.0,
         accelerator_type=args.accelerator_type,
         label_selector=args.label_selector or {},
+        strategy=args.placement_strategy or Placement.strategy,
     )
 
 

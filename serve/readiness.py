@@ -119,7 +119,8 @@ class Readiness:
                 bundles = pool.placement.bundles(pool.engine.parallel)
                 labels = pool.placement.label_selector
                 on = f" on nodes with {labels}" if labels else ""
-                what += f" not placed: each wanted {bundles}{on}, found free {dict(free)}"
+                how = f"{bundles}{on} by {pool.placement.strategy}"
+                what += f" not placed: each wanted {how}, found free {dict(free)}"
                 if now > self._complain_at and self.speaks:
                     self._complain_at = now + PLACEMENT_TIMEOUT_S
                     log.error("%s", what)

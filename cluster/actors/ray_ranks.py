@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable
 from typing import Any
 
@@ -17,17 +18,19 @@ from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
 
+log = logging.getLogger("lockstep.group")
 
-def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
-    """Return the indices of `num` bundles from `first` on, those of one node in a row, since Ray
-    promises no order; and whether they are known to lie on one node."""
+
+def bundles_by_node(group: PlacementGroup, first: int, num: int) -> list[tuple[int, str]]:
+    """Return the indices of `num` bundles from `first` on, each with its node, those of one node in
+    a row, since Ray promises no order; the node is empty if it is not known."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     bundles = range(first, first + num)
     first_on: dict[str, int] = {}
     for bundle in bundles:
         first_on.setdefault(nodes.get(bundle, ""), bundle)
     in_rows = sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
-    return in_rows, len(first_on) == 1 and "" not in first_on
+    return [(bundle, nodes.get(bundle, "")) for bundle in in_rows]
 
 
 class RayRank:
@@ -85,7 +88,13 @@ def create_group(
     """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
-    bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))
+    bundles = bundles_by_node(placement_group, first_bundle, len(places))
+    nodes = [node for _, node in bundles]
+    is_near = len(set(nodes)) == 1 and "" not in nodes
+    size = config.parallel.tensor_parallel_size
+    for i in range(0, len(places), size):
+        if (num_nodes := len(set(nodes[i : i + size]))) > 1:
+            log.warning("%s: tensor-parallel ranks are on %d nodes", places[i].name, num_nodes)
     actors = [
         RemoteRank.options(
             num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
@@ -94,7 +103,7 @@ def create_group(
                 placement_group, placement_group_bundle_index=bundle
             ),
         ).remote(config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near)
-        for bundle, place in zip(bundles, places, strict=True)
+        for (bundle, _), place in zip(bundles, places, strict=True)
     ]
     handles = [RayRank(actor, board) for actor in actors]
     return RankGroup(config.parallel, handles, watchdog_s=config.watchdog_s, epoch=epoch)

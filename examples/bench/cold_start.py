@@ -90,7 +90,8 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
         parallel=ParallelConfig(tp, dp),
         compilation=CompilationConfig(level=3),
     )
-    placement = ray.util.placement_group(Placement().bundles(engine.parallel), strategy="PACK")
+    bundles = Placement().bundles(engine.parallel)
+    placement = ray.util.placement_group(bundles, strategy=Placement.strategy)
     assert placement.wait(PLACEMENT_TIMEOUT_S), "not placed"
     began = time.monotonic()
     credentials = Credentials("bench", secrets.token_bytes(SECRET_BYTES))

@@ -222,6 +222,7 @@ SETTINGS = {
     "num_gpus": 0.5,
     "accelerator_type": "H100",
     "label_selector": {"ray.io/region": "in(a, b)"},
+    "placement_strategy": "PACK",
     "compilation": {"level": 2},
 }
 """One of each kind that a pool may have of its own."""
@@ -241,6 +242,7 @@ def test_a_pool_has_every_setting_of_its_own_and_others_of_the_application() -> 
     bundle = {"CPU": 2, "GPU": 0.5, "accelerator_type:H100": 0.001}
     assert placement.bundles(engine.parallel) == [bundle]
     assert placement.label_selector == {"ray.io/region": "in(a, b)"}
+    assert (prefill.placement.strategy, placement.strategy) == ("STRICT_PACK", "PACK")
     assert prefill.placement.bundle == {"CPU": 0.01, "GPU": 1}
 
 
@@ -338,6 +340,10 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             "decode.label_selector: wanted a label's value, !value, in(value, value) or !in(",
         ),
         ({"label_selector": {"-": "a"}}, "label_selector: wanted names of labels, such as ray.io/"),
+        (
+            {"decode.placement_strategy": "NEAR"},
+            "decode.placement_strategy: wanted STRICT_PACK, PACK, SPREAD or STRICT_SPREAD, found",
+        ),
         ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
         ({"reasoning_parser": "gpt"}, "reasoning_parser: wanted one of "),
         ({"tool_call_parser": "gpt"}, "tool_call_parser: wanted one of "),

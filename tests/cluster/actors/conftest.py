@@ -30,7 +30,7 @@ async def _running_group(
     from cluster.actors.ray_ranks import create_group
 
     bundles = Placement().bundles(engine.parallel)
-    placement = ray.util.placement_group(bundles, strategy="PACK")
+    placement = ray.util.placement_group(bundles, strategy=Placement.strategy)
     assert placement.wait(PLACEMENT_TIMEOUT_S), f"not placed: {bundles}"
     group = create_group(
         engine, placement, first_bundle=0, engine_id="test", credentials=credentials, epoch=epoch

@@ -346,6 +346,5 @@ def test_ranks_of_one_node_stand_in_a_row(
 
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
     monkeypatch.setattr(ray_ranks.ray.util, "placement_group_table", lambda group: table)
-    found, is_near = ray_ranks.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
-    assert found == wanted
-    assert is_near == (nodes[1:] == "aaaa")  # the owner's may be another
+    found = ray_ranks.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
+    assert found == [(bundle, nodes[bundle] if len(nodes) > 1 else "") for bundle in wanted]
