@@ -104,7 +104,8 @@ class EngineConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     overlap: bool = False
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
-    threads: int = 1
+    threads: int | None = 1
+    """Of each rank's tensor operations; None: the cores of its node, divided by the ranks there."""
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
     steps of that size have taken a fifth of it."""

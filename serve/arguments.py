@@ -109,7 +109,9 @@ class EngineArgs(_Strict, frozen=True):
     kv_memory: int | str | None = None
     """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`; null: 1 GiB."""
     threads_per_rank: Positive | None = None
-    """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
+    """Threads of one rank's tensor operations on a CPU; null: the cores of its node, divided by the
+    application's ranks that are there when it starts. Code that is compiled for another number of
+    threads is compiled again."""
     num_cpus: Annotated[float, at_least(1e-4)] | None = None
     """CPUs that each rank reserves in Ray; null: 0.01, next to nothing, so that it starts on any
     machine."""
@@ -140,10 +142,6 @@ class PoolArgs(EngineArgs, frozen=True):
     """Engines in a rank group, each with its own KV, that run every step together."""
     routing: Routing = Routing.LEAST_REQUESTS
     """Which engine of a pool gets a request: `round_robin`, `least_requests` or `least_tokens`."""
-
-    @property
-    def num_ranks(self) -> int:
-        return self.replicas * self.tensor_parallel_size * self.data_parallel_size
 
 
 class IngressArgs(_Strict, frozen=True):

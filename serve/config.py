@@ -4,7 +4,6 @@ error is one line, `FIELD: wanted ..., found ...`, and is raised before anything
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,14 +160,13 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         check_endpoint(args.otlp_traces_endpoint)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
-    num_ranks = sum(getattr(args, name).num_ranks for name in names)
     wanted, size = args.prefill.tensor_parallel_size, args.decode.tensor_parallel_size
     if args.pools == "pd" and wanted != size:
         # Each decode rank reads the slice of one prefill rank.
         like = f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)"
         raise FieldError("decode.tensor_parallel_size", like, size)
     path, model = _model(args)
-    pools = tuple(_pool_config(name, args, path, model, num_ranks=num_ranks) for name in names)
+    pools = tuple(_pool_config(name, args, path, model) for name in names)
     num_ingresses, max_running = args.ingress.replicas, pools[-1].max_running
     most = min(MAX_INGRESSES, max_running)
     if not 1 <= num_ingresses <= most:
@@ -210,7 +208,7 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
             raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
-    engine = _pool_config("mixed", args, *_model(args), num_ranks=1, is_served=False).engine
+    engine = _pool_config("mixed", args, *_model(args), is_served=False).engine
     if engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
         raise FieldError(field, "auto or off for an engine in process", "on")
@@ -218,32 +216,20 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
 
 
 def _pool_config(
-    name: str,
-    args: DeployArgs,
-    path: Path,
-    model: ModelConfig,
-    *,
-    num_ranks: int,
-    is_served: bool = True,
+    name: str, args: DeployArgs, path: Path, model: ModelConfig, *, is_served: bool = True
 ) -> PoolConfig:
     """Return one pool's configuration; an error names the pool whose own settings it is about."""
     own = own_settings(args, name)
     try:
         told = msgspec.structs.replace(args, **own)
-        return _resolved(name, told, path, model, num_ranks=num_ranks, is_served=is_served)
+        return _resolved(name, told, path, model, is_served=is_served)
     except FieldError as error:
         is_own = bool(own) and error.field.split(".")[0] in EngineArgs.__struct_fields__
         raise error.at(name if is_own else "") from None
 
 
 def _resolved(
-    name: str,
-    args: DeployArgs,
-    path: Path,
-    model: ModelConfig,
-    *,
-    num_ranks: int,
-    is_served: bool,
+    name: str, args: DeployArgs, path: Path, model: ModelConfig, *, is_served: bool
 ) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
     lockstep = args.lockstep == "on"
@@ -283,7 +269,7 @@ def _resolved(
         ),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
         overlap=args.overlap == "on" or (args.overlap == "auto" and device == "cuda"),
-        threads=args.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks),
+        threads=args.threads_per_rank,
         watchdog_s=args.watchdog_s,
         log_format=args.log_format,
     )

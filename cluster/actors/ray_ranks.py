@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
+from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
@@ -19,18 +20,6 @@ from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
 
 log = logging.getLogger("lockstep.group")
-
-
-def bundles_by_node(group: PlacementGroup, first: int, num: int) -> list[tuple[int, str]]:
-    """Return the indices of `num` bundles from `first` on, each with its node, those of one node in
-    a row, since Ray promises no order; the node is empty if it is not known."""
-    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    bundles = range(first, first + num)
-    first_on: dict[str, int] = {}
-    for bundle in bundles:
-        first_on.setdefault(nodes.get(bundle, ""), bundle)
-    in_rows = sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
-    return [(bundle, nodes.get(bundle, "")) for bundle in in_rows]
 
 
 class RayRank:
@@ -102,7 +91,9 @@ def create_group(
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group, placement_group_bundle_index=bundle
             ),
-        ).remote(config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near)
+        ).remote(
+            config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near, first_bundle
+        )
         for (bundle, _), place in zip(bundles, places, strict=True)
     ]
     handles = [RayRank(actor, board) for actor in actors]
