@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from compile.config import CompilationConfig
 from compile.errors import FieldError
@@ -15,6 +16,7 @@ DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
 
 
+PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 MIN_LEASE_S = 0.01
 """The shortest lease of KV: a shorter one ends before its reader can renew it."""
 MAX_LEASE_S = 86400.0
@@ -102,7 +104,8 @@ class EngineConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     overlap: bool = False
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
-    threads: int = 1
+    threads: int | None = 1
+    """Of each rank's tensor operations; None: the cores of its node, divided by the ranks there."""
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
     steps of that size have taken a fifth of it."""
@@ -118,8 +121,28 @@ class EngineConfig:
         return -(-self.max_model_len // self.cache.block_size)
 
 
-def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
-    bundle: dict[str, float] = {"CPU": num_cpus}
-    if config.device == "cuda":
-        bundle["GPU"] = 1
-    return [dict(bundle) for _ in range(config.parallel.world_size)]
+@dataclass(frozen=True)
+class Placement:
+    """What each rank of a group reserves in Ray, and on which nodes."""
+
+    num_cpus: float = DEFAULT_NUM_CPUS
+    num_gpus: float = 0.0
+    accelerator_type: str | None = None
+    label_selector: dict[str, str] = field(default_factory=dict)
+    strategy: PlacementStrategy = "STRICT_PACK"
+    """Of all bundles of a group: tensor-parallel ranks on two nodes would wait for the network in
+    every layer."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self.num_cpus}
+        if self.num_gpus:
+            bundle["GPU"] = self.num_gpus
+        if self.accelerator_type is not None:
+            # What Ray makes of an actor's `accelerator_type`: nodes have 1 of it.
+            bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return bundle
+
+    def bundles(self, parallel: ParallelConfig) -> list[dict[str, float]]:
+        """Return one bundle for each rank of a group."""
+        return [self.bundle for _ in range(parallel.world_size)]

@@ -29,7 +29,7 @@ from compile import environment
 from compile.config import FIELDS, WANTED, CompilationConfig
 from compile.resolve import PRESETS
 from model.fields import hints_of, words_for
-from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.arguments import ALIASES, DeployArgs, EngineArgs, IngressArgs, KVArgs, PoolArgs
 from serve.compilation import DEFAULT_LEVEL, SECTIONS
 from serve.openai import answers, responses, schema, tokenizing
 from serve.openai.body import ignored_fields, inert_fields
@@ -106,9 +106,17 @@ Arguments are `key=value`, with dots for nested keys
 value of the wrong type or a field that is given twice ends the start with exit code 1 and one line,
 `FIELD: wanted ..., found ...`. Arguments that are listed here but not built yet are refused by
 name. Defaults are in JSON."""
-    yield _fields(DeployArgs)
+    shared = EngineArgs.__struct_fields__
+    yield _fields(DeployArgs, without=shared)
+    yield """\
+## Of all pools, or of one
+
+Each of these is told to all pools, or to one by its own name, which goes before:
+`max_num_seqs=64 decode.max_num_seqs=256`."""
+    yield _fields(EngineArgs)
     yield "## `prefill.*`, `decode.*`, `mixed.*`"
-    yield _fields(PoolArgs)
+    yield "These, and the ones above."
+    yield _fields(PoolArgs, without=shared)
     yield "## `ingress.*`"
     yield _fields(IngressArgs)
     yield "## `kv.*`"

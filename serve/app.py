@@ -27,7 +27,7 @@ from ray.serve.config import BackpressureConfig
 
 from cluster.actors.gcs_store import FailedStart, FailedStarts
 from cluster.actors.rank_group import STOP_S
-from cluster.config import DEFAULT_NUM_CPUS, rank_bundles
+from cluster.config import DEFAULT_NUM_CPUS
 from compile.errors import FieldError
 from serve.config import RETRY_AFTER_S, DeployConfig, PoolConfig, deploy_config
 from serve.ingress import Ingress
@@ -97,13 +97,18 @@ def build(config: DeployConfig) -> Application:
 
 
 def _pool_deployment(config: DeployConfig, pool: PoolConfig) -> Deployment:
-    bundles = [{"CPU": DEFAULT_NUM_CPUS}, *rank_bundles(pool.engine, pool.num_cpus)]
+    placement = pool.placement
+    bundles = [{"CPU": DEFAULT_NUM_CPUS}, *placement.bundles(pool.engine.parallel)]
     return ray_serve.deployment(
         name=f"{pool.name.capitalize()}Pool",
         num_replicas=pool.replicas,
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
         placement_group_bundles=bundles,
-        placement_group_strategy="PACK",
+        # Of all bundles: the replica is where its ranks may be.
+        placement_group_bundle_label_selector=[placement.label_selector] * len(bundles)
+        if placement.label_selector
+        else None,
+        placement_group_strategy=placement.strategy,
         logging_config={"enable_access_log": False},
         health_check_period_s=1,
         graceful_shutdown_wait_loop_s=STOP_PERIOD_S,

@@ -20,12 +20,11 @@ import yaml
 from msgspec import UNSET, Meta, UnsetType
 
 from cluster.config import (
-    DEFAULT_NUM_CPUS,
     MAX_LEASE_S,
     MIN_LEASE_S,
     CacheConfig,
     EngineConfig,
-    SchedulerConfig,
+    PlacementStrategy,
     TransferConfig,
 )
 from compile.errors import FieldError
@@ -44,6 +43,8 @@ _MAX_BYTES = 1 << 63
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
 _SECRET = "api_keys"
 _SHAPES = ("compilation", "dynamic_shapes_config")
+_LABELS = "label_selector"
+POOLS = ("prefill", "decode", "mixed")
 ALIASES = {
     ("O",): ("compilation", "level"),
     ("cc",): ("compilation",),
@@ -68,6 +69,18 @@ Dtype = Annotated[
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
 Port = Annotated[int, Meta(ge=1, le=65535), says("1 to 65535")]
+AcceleratorType = Annotated[str, Meta(pattern=r"^[\w.-]+\Z"), says("a name such as H100")]
+_LABEL = r"[a-zA-Z0-9]([\w.-]{0,61}[a-zA-Z0-9])?"
+LabelKey = Annotated[
+    str,
+    Meta(pattern=rf"^([a-zA-Z0-9][a-zA-Z0-9.-]{{0,252}}/)?{_LABEL}\Z"),
+    says("names of labels, such as ray.io/region"),
+]
+LabelSelector = Annotated[
+    str,
+    Meta(pattern=rf"^!?({_LABEL}|(in)?\({_LABEL}(, ?{_LABEL})*\))\Z"),
+    says("a label's value, !value, in(value, value) or !in(value, value)"),
+]
 LeaseS = Annotated[
     float,
     Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S),
@@ -79,7 +92,46 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of all argument structs: an unknown key is an error."""
 
 
-class PoolArgs(_Strict, frozen=True):
+class EngineArgs(_Strict, frozen=True):
+    """What all pools are told, or one by its own name (`decode.max_num_seqs`), which goes before.
+    None means in a pool: as the application; and there: the default."""
+
+    max_num_seqs: Positive | None = None
+    """Sequences that run at once in one engine; null: 64."""
+    max_num_batched_tokens: Positive | None = None
+    """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
+    2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
+    num_kv_blocks: Positive | None = None
+    """KV blocks of one rank; null: as many as its memory for KV holds."""
+    gpu_memory_utilization: Share | None = None
+    """Share of a GPU's memory for weights, activations and KV; above 0, at most 1; null: 0.9. Ranks
+    that share a GPU (`num_gpus`) need shares that add up."""
+    kv_memory: int | str | None = None
+    """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`; null: 1 GiB."""
+    threads_per_rank: Positive | None = None
+    """Threads of one rank's tensor operations on a CPU; null: the cores of its node, divided by the
+    application's ranks that are there when it starts. Code that is compiled for another number of
+    threads is compiled again."""
+    num_cpus: Annotated[float, at_least(1e-4)] | None = None
+    """CPUs that each rank reserves in Ray; null: 0.01, next to nothing, so that it starts on any
+    machine."""
+    num_gpus: Share | None = None
+    """GPUs that each rank reserves in Ray, above 0 and at most 1; null: 1 with `device=cuda`."""
+    accelerator_type: AcceleratorType | None = None
+    """The kind of accelerator that its nodes have, as Ray calls it, such as `H100`; null: any."""
+    label_selector: dict[LabelKey, LabelSelector] | None = None
+    """Labels that its nodes have, as Ray selects by them: `{"zone": "a"}`, `!a` or `in(a, b)`;
+    null: any."""
+    placement_strategy: PlacementStrategy | None = None
+    """How Ray places a replica and its ranks: `STRICT_PACK`, all on one node; `PACK`, on as few as
+    can be; `SPREAD` and `STRICT_SPREAD`, on many. Null: `STRICT_PACK`. A group that is larger than
+    a node needs another, and tensor-parallel ranks on two nodes are slow."""
+    compilation: dict[str, Any] = {}
+    """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given. A pool
+    has the application's where its own say nothing."""
+
+
+class PoolArgs(EngineArgs, frozen=True):
     """`prefill.*`, `decode.*` and `mixed.*`."""
 
     replicas: Annotated[int, at_least(1)] = 1
@@ -90,13 +142,6 @@ class PoolArgs(_Strict, frozen=True):
     """Engines in a rank group, each with its own KV, that run every step together."""
     routing: Routing = Routing.LEAST_REQUESTS
     """Which engine of a pool gets a request: `round_robin`, `least_requests` or `least_tokens`."""
-    num_cpus: Annotated[float, at_least(1e-4)] = DEFAULT_NUM_CPUS
-    """CPUs that each rank reserves in Ray. The default is next to nothing, so that it starts on any
-    machine."""
-
-    @property
-    def num_ranks(self) -> int:
-        return self.replicas * self.tensor_parallel_size * self.data_parallel_size
 
 
 class IngressArgs(_Strict, frozen=True):
@@ -118,7 +163,7 @@ class KVArgs(_Strict, frozen=True):
     """How long a prefill rank holds KV without hearing from its reader; 0.01 to 86400."""
 
 
-class DeployArgs(_Strict, frozen=True):
+class DeployArgs(EngineArgs, frozen=True):
     """Every argument with its default; None means: taken from the model or the machine."""
 
     model: str | None = None
@@ -136,21 +181,8 @@ class DeployArgs(_Strict, frozen=True):
     max_model_len: int | None = None
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""
-    max_num_seqs: Positive = SchedulerConfig.max_num_seqs
-    """Sequences that run at once in one engine."""
-    max_num_batched_tokens: Positive | None = None
-    """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
-    2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
     block_size: Positive = CacheConfig.block_size
     """Tokens in one KV block."""
-    num_kv_blocks: Positive | None = None
-    """KV blocks of one rank; null: as many as its memory for KV holds."""
-    gpu_memory_utilization: Share = CacheConfig.gpu_memory_utilization
-    """Share of a GPU's memory for weights, activations and KV; above 0, at most 1."""
-    kv_memory: int | str = "1GiB"
-    """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`."""
-    threads_per_rank: Positive | None = None
-    """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
     enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
     """Whether prompts that begin alike share KV."""
     prefix_cache_sharing: Literal["key", "all"] = "key"
@@ -176,8 +208,6 @@ class DeployArgs(_Strict, frozen=True):
     """How KV travels from prefill to decode ranks."""
     enforce_eager: bool = False
     """Compile and capture nothing."""
-    compilation: dict[str, Any] = {}
-    """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given."""
     torch_compile_config: TorchCompileConfig | UnsetType | None = UNSET
     """Compilation fields as TensorRT-LLM spells them; null: compilation is off."""
     cuda_graph_config: CudaGraphConfig | UnsetType | None = UNSET
@@ -279,7 +309,26 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
         raise
     refuse_speculation(args.speculative_config or {})
     fields = compilation_fields(args.compilation, args.torch_compile_config, args.cuda_graph_config)
-    return msgspec.structs.replace(args, compilation=fields, config=None)  # which is read
+    pools = {name: _with_fields(getattr(args, name), name, fields) for name in POOLS}
+    return msgspec.structs.replace(args, compilation=fields, config=None, **pools)  # which is read
+
+
+def _with_fields(pool: PoolArgs, name: str, of_all: Mapping[str, Any]) -> PoolArgs:
+    """Return a pool with all compilation fields that it is told, if it has some of its own."""
+    if not pool.compilation:
+        return pool
+    try:
+        fields = compilation_fields({**of_all, **pool.compilation}, UNSET, UNSET)
+    except FieldError as error:  # those of all have been found good
+        raise error.at(name) from None
+    return msgspec.structs.replace(pool, compilation=fields)
+
+
+def own_settings(args: DeployArgs, pool: str) -> dict[str, Any]:
+    """Return the settings in which a pool goes before the application, by their names."""
+    told: PoolArgs = getattr(args, pool)
+    settings = {name: getattr(told, name) for name in EngineArgs.__struct_fields__}
+    return {name: value for name, value in settings.items() if value not in (None, {})}
 
 
 def split_dashed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -343,15 +392,18 @@ def _insert(
     nested: dict[str, Any], path: tuple[str, ...], value: Any, given: set[tuple[str, ...]]
 ) -> None:
     """Put a value at its path; a path that is given twice, in whatever spelling, is an error."""
+    pool, path = (path[:1], path[1:]) if path[0] in POOLS else ((), path)
     for length in (1, 3):
         path = (*ALIASES.get(path[:length], path[:length]), *path[length:])
     if path == ("compilation",):
         value = as_object(value)
+    is_leaf = path == (_LABELS,)  # whose keys may have dots
+    path = (*pool, *path)
     is_mentioned = any(known[: len(path)] == path for known in given)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not is_leaf:
         for key, inner in value.items():
             _insert(nested, (*path, *str(key).split(".")), inner, given)
-        if value or is_mentioned or path == _SHAPES:
+        if value or is_mentioned or path[-2:] == _SHAPES:
             return
     elif is_mentioned:
         raise FieldError(".".join(path), "one value", "it twice")

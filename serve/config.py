@@ -4,7 +4,6 @@ error is one line, `FIELD: wanted ..., found ...`, and is raised before anything
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Any
 import msgspec
 
 from cluster.config import (
+    DEFAULT_NUM_CPUS,
     CacheConfig,
     EngineConfig,
     ParallelConfig,
+    Placement,
     Role,
     SchedulerConfig,
     TransferConfig,
@@ -27,7 +28,16 @@ from compile.config import CompilationConfig
 from compile.errors import FieldError
 from compile.resolve import PRESETS, StepLimits, resolve
 from model.config import ModelConfig, fingerprint
-from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes, texts
+from serve.arguments import (
+    POOLS,
+    DeployArgs,
+    EngineArgs,
+    PoolArgs,
+    own_settings,
+    parse_args,
+    parse_bytes,
+    texts,
+)
 from serve.clients import check_keys, read_keys
 from serve.compilation import check_names
 from serve.observe.tracing import check_endpoint
@@ -84,7 +94,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PoolConfig:
     name: str
     replicas: int
-    num_cpus: float
+    placement: Placement
     engine: EngineConfig
     routing: Routing = Routing.LEAST_REQUESTS
 
@@ -150,14 +160,13 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         check_endpoint(args.otlp_traces_endpoint)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
-    num_ranks = sum(getattr(args, name).num_ranks for name in names)
     wanted, size = args.prefill.tensor_parallel_size, args.decode.tensor_parallel_size
     if args.pools == "pd" and wanted != size:
         # Each decode rank reads the slice of one prefill rank.
         like = f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)"
         raise FieldError("decode.tensor_parallel_size", like, size)
     path, model = _model(args)
-    pools = tuple(_pool_config(name, args, path, model, num_ranks=num_ranks) for name in names)
+    pools = tuple(_pool_config(name, args, path, model) for name in names)
     num_ingresses, max_running = args.ingress.replicas, pools[-1].max_running
     most = min(MAX_INGRESSES, max_running)
     if not 1 <= num_ingresses <= most:
@@ -180,7 +189,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
             ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
         ),
     )
-    return DeployConfig(str(path), pools, _config_hash(engine, args), api)
+    return DeployConfig(str(path), pools, _config_hash(engine, args, names), api)
 
 
 def check_device(config: DeployConfig, num_gpus: float) -> None:
@@ -199,7 +208,7 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
             raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
-    engine = _pool_config("mixed", args, *_model(args), num_ranks=1, is_served=False).engine
+    engine = _pool_config("mixed", args, *_model(args), is_served=False).engine
     if engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
         raise FieldError(field, "auto or off for an engine in process", "on")
@@ -207,13 +216,20 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
 
 
 def _pool_config(
-    name: str,
-    args: DeployArgs,
-    path: Path,
-    model: ModelConfig,
-    *,
-    num_ranks: int,
-    is_served: bool = True,
+    name: str, args: DeployArgs, path: Path, model: ModelConfig, *, is_served: bool = True
+) -> PoolConfig:
+    """Return one pool's configuration; an error names the pool whose own settings it is about."""
+    own = own_settings(args, name)
+    try:
+        told = msgspec.structs.replace(args, **own)
+        return _resolved(name, told, path, model, is_served=is_served)
+    except FieldError as error:
+        is_own = bool(own) and error.field.split(".")[0] in EngineArgs.__struct_fields__
+        raise error.at(name if is_own else "") from None
+
+
+def _resolved(
+    name: str, args: DeployArgs, path: Path, model: ModelConfig, *, is_served: bool
 ) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
     lockstep = args.lockstep == "on"
@@ -222,9 +238,9 @@ def _pool_config(
     parallel = ParallelConfig(pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep)
     _check_heads(name, parallel, model)
     device = _device(args.device)
-    default_tokens = max(BATCHED_TOKENS_BY_DEVICE[device], args.max_num_seqs)
-    num_tokens = args.max_num_batched_tokens or default_tokens
-    scheduler = SchedulerConfig(args.max_num_seqs, num_tokens)
+    num_seqs = args.max_num_seqs or SchedulerConfig.max_num_seqs
+    default_tokens = max(BATCHED_TOKENS_BY_DEVICE[device], num_seqs)
+    scheduler = SchedulerConfig(num_seqs, args.max_num_batched_tokens or default_tokens)
     engine = EngineConfig(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
@@ -235,8 +251,11 @@ def _pool_config(
         cache=CacheConfig(
             block_size=args.block_size,
             num_kv_blocks=args.num_kv_blocks,
-            kv_memory_bytes=parse_bytes("kv_memory", args.kv_memory),
-            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_memory_bytes=CacheConfig.kv_memory_bytes
+            if args.kv_memory is None
+            else parse_bytes("kv_memory", args.kv_memory),
+            gpu_memory_utilization=args.gpu_memory_utilization
+            or CacheConfig.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
         ),
         scheduler=scheduler,
@@ -250,18 +269,30 @@ def _pool_config(
         ),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
         overlap=args.overlap == "on" or (args.overlap == "auto" and device == "cuda"),
-        threads=args.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks),
+        threads=args.threads_per_rank,
         watchdog_s=args.watchdog_s,
         log_format=args.log_format,
     )
     check_names(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
-    return PoolConfig(name, pool.replicas, pool.num_cpus, engine, pool.routing)
+    return PoolConfig(name, pool.replicas, _placement(args, device), engine, pool.routing)
+
+
+def _placement(args: DeployArgs, device: str) -> Placement:
+    if device == "cpu" and args.num_gpus is not None:
+        raise FieldError("num_gpus", "nothing with device=cpu", args.num_gpus)
+    return Placement(
+        num_cpus=args.num_cpus or DEFAULT_NUM_CPUS,
+        num_gpus=(args.num_gpus or 1.0) if device == "cuda" else 0.0,
+        accelerator_type=args.accelerator_type,
+        label_selector=args.label_selector or {},
+        strategy=args.placement_strategy or Placement.strategy,
+    )
 
 
 def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
-    for other in ("prefill", "decode", "mixed"):
+    for other in POOLS:
         if other not in names and getattr(args, other) != PoolArgs():
             raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
 
@@ -330,10 +361,15 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
     return (Path(args.model).expanduser().absolute().name,)
 
 
-def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
+def _config_hash(engine: EngineConfig, args: DeployArgs, names: tuple[str, ...]) -> str:
     """Identify what two processes must agree on before they exchange tokens or KV. Of compilation,
-    what was asked of all pools counts: each pool resolves that by itself."""
-    compilation = CompilationConfig(**args.compilation).to_dict()
+    what was asked of the pools counts, each of which resolves that by itself; of other settings
+    that a pool may have of its own, none, since no token depends on them."""
+    told = [getattr(args, name).compilation or args.compilation for name in names]
+    compilations = {
+        repr({key: value for key, value in fields.items() if key not in LOCAL_FIELDS})
+        for fields in (CompilationConfig(**each).to_dict() for each in told)
+    }
     facts = (
         PROTOCOL_VERSION,
         engine.dtype,
@@ -342,7 +378,7 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
         engine.parallel.tensor_parallel_size,
         engine.overlap,
         args.enforce_eager,
-        {name: value for name, value in compilation.items() if name not in LOCAL_FIELDS},
+        sorted(compilations),
     )
     content = fingerprint(Path(engine.model_path))
     return hashlib.sha256(content + repr(facts).encode()).hexdigest()[:16]

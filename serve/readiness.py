@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.actors.reports import OUTDATED
-from cluster.config import PLACEMENT_TIMEOUT_S, rank_bundles
+from cluster.config import PLACEMENT_TIMEOUT_S
 from cluster.observe.load_progress import LoadProgress
 from serve.config import DeployConfig
 
@@ -115,8 +115,11 @@ class Readiness:
                 continue
             what = f"{pool.name}: replicas"
             if is_late:
-                bundles = rank_bundles(pool.engine, pool.num_cpus)
-                what += f" not placed: each wanted {bundles}, found free {dict(free)}"
+                bundles = pool.placement.bundles(pool.engine.parallel)
+                labels = pool.placement.label_selector
+                on = f" on nodes with {labels}" if labels else ""
+                how = f"{bundles}{on} by {pool.placement.strategy}"
+                what += f" not placed: each wanted {how}, found free {dict(free)}"
                 if now > self._complain_at and self.speaks:
                     self._complain_at = now + PLACEMENT_TIMEOUT_S
                     log.error("%s", what)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.actors.artifact_board import RayExchange
+from cluster.actors.placement import cores_of_node, ranks_beside
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.group.context import RankContext, RankPlace, RankStats
+from cluster.group.context import RankContext, RankPlace, RankStats, num_cores
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadClock, LoadProgress, keep_what_is_loaded
@@ -40,24 +41,28 @@ class RankActor:
         credentials: Credentials,
         artifact_board: Any,
         is_on_one_node: bool,
+        first_bundle: int,
     ) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         configure_logs(config.log_format)
-        # Read when torch is loaded, which happens in `load` and not before.
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
         self._state = "starting"
         self._progress = LoadClock("starting")
+        node = ray.get_runtime_context().get_node_id()
         self._context = RankContext(
             config,
             place,
             host=ray.util.get_node_ip_address(),
             credentials=credentials,
             engine_id=engine_id,
-            node=ray.get_runtime_context().get_node_id(),
+            node=node,
             is_on_one_node=is_on_one_node,
+            num_cores=min(num_cores(), cores_of_node(node)),
+            ranks_on_node=ranks_beside(node, first_bundle),
             progress=self._progress.note,
             exchange=None if artifact_board is None else RayExchange(artifact_board),
         )
+        # Read when torch is loaded, which happens in `load` and not before.
+        os.environ["OMP_NUM_THREADS"] = str(self._context.threads)
         self._endpoints: LeaderEndpoints | None = None
         self._rank: Rank | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable
 from typing import Any
 
@@ -10,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
+from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
@@ -17,17 +19,7 @@ from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
 
-
-def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
-    """Return the indices of `num` bundles from `first` on, those of one node in a row, since Ray
-    promises no order; and whether they are known to lie on one node."""
-    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    bundles = range(first, first + num)
-    first_on: dict[str, int] = {}
-    for bundle in bundles:
-        first_on.setdefault(nodes.get(bundle, ""), bundle)
-    in_rows = sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
-    return in_rows, len(first_on) == 1 and "" not in first_on
+log = logging.getLogger("lockstep.group")
 
 
 class RayRank:
@@ -85,7 +77,13 @@ def create_group(
     """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
-    bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))
+    bundles = bundles_by_node(placement_group, first_bundle, len(places))
+    nodes = [node for _, node in bundles]
+    is_near = len(set(nodes)) == 1 and "" not in nodes
+    size = config.parallel.tensor_parallel_size
+    for i in range(0, len(places), size):
+        if (num_nodes := len(set(nodes[i : i + size]))) > 1:
+            log.warning("%s: tensor-parallel ranks are on %d nodes", places[i].name, num_nodes)
     actors = [
         RemoteRank.options(
             num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
@@ -93,8 +91,10 @@ def create_group(
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group, placement_group_bundle_index=bundle
             ),
-        ).remote(config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near)
-        for bundle, place in zip(bundles, places, strict=True)
+        ).remote(
+            config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near, first_bundle
+        )
+        for (bundle, _), place in zip(bundles, places, strict=True)
     ]
     handles = [RayRank(actor, board) for actor in actors]
     return RankGroup(config.parallel, handles, watchdog_s=config.watchdog_s, epoch=epoch)

@@ -36,6 +36,11 @@ class RankPlace:
         return f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
 
 
+def num_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 @dataclass(frozen=True)
 class RankContext:
     """The facts that a rank starts from. Never sent: each process makes its own."""
@@ -51,9 +56,18 @@ class RankContext:
     node: str = ""
     """Ray's id of the node, for statistics."""
     is_on_one_node: bool = False
+    num_cores: int = field(default_factory=num_cores)
+    """Of its node, for all ranks there."""
+    ranks_on_node: int = 1
+    """Of the application, when this one started, itself included."""
     progress: Progress | None = None
     exchange: ArtifactExchange | None = None
     """Where ranks on other nodes publish what they compile."""
+
+    @property
+    def threads(self) -> int:
+        """How many threads this rank's tensor operations have."""
+        return self.config.threads or max(1, self.num_cores // self.ranks_on_node)
 
     @property
     def lockstep_place(self) -> tuple[int, int]:

@@ -28,6 +28,8 @@ from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import FrameError, decode, encode
 from cluster.wire.sockets import (
     CurveHandshake,
+    bind_tcp,
+    connect_to,
     connecting_socket,
     join,
     link_node,
@@ -76,7 +78,7 @@ class ListenLink:
         # An abstract name leaves no file behind, whichever process is killed.
         ipc = f"ipc://@lockstep-{uuid4().hex}"
         socket.bind(ipc)
-        tcp = "" if host is None else f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+        tcp = "" if host is None else bind_tcp(socket, host)
         self.address = LinkAddress(link_node(), ipc, tcp)
         self.socket = socket
         self._name = name
@@ -134,7 +136,7 @@ class ConnectLink:
             raise ConnectionError(f"{name}: wanted it on this node, found it on {address.node}")
         handshake = CurveHandshake(credentials.secret)
         self.socket = connecting_socket(context, zmq.DEALER, handshake, max_waiting=MAX_WAITING)
-        self.socket.connect(where)
+        connect_to(self.socket, where)
         self._name = name
 
     def greet(self, ours: Hello) -> None:

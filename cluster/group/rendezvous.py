@@ -99,7 +99,8 @@ class LeaderEndpoints:
         if tp_size * dp_size > 1:
             host, port = outside or LOOPBACK, 0
             if dp_rank == 0:
-                self.listener = socket.create_server((host, 0))
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                self.listener = socket.create_server((host, 0), family=family)
                 port = self.listener.getsockname()[1]
             channels = self.channel.addresses if self.channel is not None else ()
             later = self.peers.addresses if self.peers is not None else ()

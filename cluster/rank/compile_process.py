@@ -64,12 +64,14 @@ class CompileJob:
     tp: tuple[int, int]
     dp: tuple[int, int]
     shares_experts: bool
+    threads: int
 
     @classmethod
     def of(cls, context: RankContext, group: GroupMembership) -> CompileJob:
         shard = group.shard
         tp, dp = (shard.rank, shard.size), (group.dp_rank, group.dp_size)
-        return cls(context.config, context.place, tp, dp, shard.data is not None)
+        shares_experts = shard.data is not None
+        return cls(context.config, context.place, tp, dp, shares_experts, context.threads)
 
     def group(self) -> GroupMembership:
         """Return the rank's membership, with groups that nothing can be sent through."""
@@ -163,7 +165,7 @@ class CompileAhead:
     def __init__(self, job: CompileJob, forward: StepForward, wake: Callable[[], None]) -> None:
         """`wake` wakes the step thread, and is called on any thread."""
         self.error = ""
-        self._num_threads = job.config.threads
+        self._num_threads = job.threads
         self._forward = forward
         self._wake = wake
         self._loading: Iterator[None] | None = None
@@ -254,7 +256,7 @@ def _end_with_the_rank() -> None:
 
 def compile_for(job: CompileJob, progress: Progress) -> None:
     config, group, device = job.config, job.group(), torch.device(job.config.device)
-    torch.set_num_threads(config.threads)  # part of the cache's key
+    torch.set_num_threads(job.threads)  # part of the cache's key
     pools = graph_pools(config.compilation, device)
     context = RankContext(config, job.place, progress=progress)
     scope = rank_scope(context, group, pools)

@@ -65,7 +65,7 @@ from cluster.wire.messages import (
     encode,
     request_id_of,
 )
-from cluster.wire.sockets import Budget, CurveHandshake, listening_socket, unpack
+from cluster.wire.sockets import Budget, CurveHandshake, bind_tcp, listening_socket, unpack
 
 log = logging.getLogger("lockstep.leader")
 
@@ -336,8 +336,7 @@ class Inbox:
         self.socket.sndhwm = MAX_OUTPUTS_WAITING
         self.socket.router_mandatory = True
         self.socket.linger = CLOSE_LINGER_MS
-        port = self.socket.bind_to_random_port(f"tcp://{rank.host}")
-        self.address = f"tcp://{rank.host}:{port}"
+        self.address = bind_tcp(self.socket, rank.host)
 
     def take(self) -> Iterator[tuple[bytes, Submit | BadSubmit | Abort | Leave]]:
         """Yield what waits with the peer that sent it, as much as there is time for between two

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cluster.config import EngineConfig
 from cluster.engine.blocks import check_num_blocks
 from cluster.engine.step_stats import StepStats
 from cluster.group.context import Progress, RankContext
@@ -83,12 +82,12 @@ class ModelRunner:
         wake = wake or (lambda: None)
         self.grammars: GrammarMasks | None = None
         if self.shard.rank == 0:
-            self.grammars = _grammars(config, wake)
+            self.grammars = _grammars(context, wake)
         self._step_bytes = 0
         self.config = config
         self.device = torch.device(config.device)
         if config.device == "cpu":
-            torch.set_num_threads(config.threads)
+            torch.set_num_threads(context.threads)
             if config.dtype == "float16":
                 log.warning("dtype: float16 is slow on a CPU: bfloat16 and float32 have kernels")
         limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
@@ -313,7 +312,7 @@ class ModelRunner:
         return allowed - (total - free) - self._step_bytes - graph_bytes
 
 
-def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | None:
+def _grammars(context: RankContext, wake: Callable[[], None]) -> GrammarMasks | None:
     """Return what compiles grammars; without their library requests that have one are refused."""
     if importlib.util.find_spec("llguidance") is None:
         log.warning("llguidance is not installed: requests with a grammar are refused")
@@ -321,14 +320,14 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
     from cluster.grammar.compile import Vocabulary, VocabularyError
     from cluster.grammar.masks import GrammarMasks
 
-    path = Path(config.model_path)
+    path = Path(context.config.model_path)
     vocab_size = ModelConfig.from_dir(path).vocab_size
     vocabulary: Vocabulary | VocabularyError
     try:
         vocabulary = Vocabulary(path / "tokenizer.json", vocab_size)
     except VocabularyError as error:
         vocabulary = error
-    return GrammarMasks(vocabulary, num_threads=config.threads, wake=wake)
+    return GrammarMasks(vocabulary, num_threads=context.threads, wake=wake)
 
 
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> int:

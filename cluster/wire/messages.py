@@ -56,7 +56,18 @@ Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(max_length=256)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 _OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
-Address = Annotated[str, Meta(pattern=rf"^(tcp://{_OCTET}(\.{_OCTET}){{3}}:[0-9]{{1,5}})?\Z")]
+_IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
+_HEX = "[0-9a-fA-F]{1,4}"
+_IPV6 = "|".join(
+    (
+        f"({_HEX}:){{7}}{_HEX}",
+        *(f"({_HEX}:){{1,{7 - n}}}(:{_HEX}){{1,{n}}}" for n in range(1, 7)),
+        f"({_HEX}:){{1,7}}:",
+        f":(:{_HEX}){{1,7}}",
+        "::",
+    )
+)
+Address = Annotated[str, Meta(pattern=rf"^(tcp://({_IPV4}|\[({_IPV6})\]):[0-9]{{1,5}})?\Z")]
 """A ZeroMQ endpoint by number, or nowhere. A host's name would be looked up on the thread that
 carries all sockets of the process."""
 NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]

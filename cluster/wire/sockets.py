@@ -97,6 +97,21 @@ def connecting_socket(
     return socket
 
 
+def bind_tcp(socket: zmq.Socket[Any], host: str) -> str:
+    """Bind to any free port of an IPv4 or IPv6 address; return the endpoint to connect to."""
+    if is_ipv6 := ":" in host:
+        socket.ipv6 = True
+    base = f"tcp://[{host}]" if is_ipv6 else f"tcp://{host}"
+    return f"{base}:{socket.bind_to_random_port(base)}"
+
+
+def connect_to(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Connect to what `bind_tcp` returned on some node, or to an endpoint of this one."""
+    if endpoint.startswith("tcp://["):
+        socket.ipv6 = True
+    socket.connect(endpoint)
+
+
 def inner_socket(context: zmq.Context[S], kind: int) -> S:
     return context.socket(kind)
 

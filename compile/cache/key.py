@@ -50,7 +50,8 @@ def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[
         "python": python(),
         "processor": processor(),
         "c++ compiler": compiler_version(),
-        "threads": str(torch.get_num_threads()),
+        # Of code for a CPU alone: ranks on two nodes of GPUs may have other numbers of them.
+        "threads": "" if scope.key_factors.get("device_type") == "cuda" else _threads(),
         "device": device(),
         "compiler": compiler,
         "compiler state": compiler_hash,
@@ -62,6 +63,10 @@ def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[
     if twice := sorted(factors.keys() & scope.key_factors.keys()):
         raise ValueError(f"key_factors: wanted names of their own, found {', '.join(twice)}")
     return factors | dict(scope.key_factors)
+
+
+def _threads() -> str:
+    return str(torch.get_num_threads())
 
 
 def _spelled(value: Any) -> str:

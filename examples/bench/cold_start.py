@@ -71,13 +71,12 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
 
     from cluster.actors.ray_ranks import create_group
     from cluster.config import (
-        DEFAULT_NUM_CPUS,
         PLACEMENT_TIMEOUT_S,
         CacheConfig,
         EngineConfig,
         ParallelConfig,
+        Placement,
         SchedulerConfig,
-        rank_bundles,
     )
     from cluster.wire.credentials import SECRET_BYTES, Credentials
     from compile.config import CompilationConfig
@@ -91,7 +90,8 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
         parallel=ParallelConfig(tp, dp),
         compilation=CompilationConfig(level=3),
     )
-    placement = ray.util.placement_group(rank_bundles(engine, DEFAULT_NUM_CPUS), strategy="PACK")
+    bundles = Placement().bundles(engine.parallel)
+    placement = ray.util.placement_group(bundles, strategy=Placement.strategy)
     assert placement.wait(PLACEMENT_TIMEOUT_S), "not placed"
     began = time.monotonic()
     credentials = Credentials("bench", secrets.token_bytes(SECRET_BYTES))

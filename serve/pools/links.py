@@ -21,7 +21,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import GIVEN_UP, EngineOutput, FrameError, OutputFrame, decode
-from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, join, pack
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connect_to,
+    connecting_socket,
+    end_context,
+    join,
+    pack,
+)
 from serve.event_loop import loop_budget, yield_if_over_budget
 from serve.pools.directory import Connection, Leader
 
@@ -103,7 +110,7 @@ class _Link:
         self._credentials = credentials
         self._monitors = {socket: socket.get_monitor_socket(_ENDS) for socket in (frames, pulse)}
         for socket in self._monitors:
-            socket.connect(inbox)
+            connect_to(socket, inbox)
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._until_end(work, leader))

@@ -307,6 +307,26 @@ def test_a_pool_is_deployed_with_its_replicas() -> None:
     assert found == {"PrefillPool": 2, "DecodePool": 3}
 
 
+@pytest.mark.feature("R21")
+def test_a_replica_is_placed_as_its_pool_says() -> None:
+    """The replica itself, in the first bundle, is where its ranks may be."""
+    prefill: dict[str, Any] = {"num_cpus": 4, "accelerator_type": "H100"}
+    prefill |= {"label_selector": {"zone": "a"}}
+    prefill |= {"placement_strategy": "SPREAD"}
+    app = build(deploy_config({"prefill": prefill, "num_cpus": 2}))
+    _, pools = app._bound_deployment.init_args
+    told, other = (pool._bound_deployment._replica_config for pool in pools)
+    assert (told.placement_group_strategy, other.placement_group_strategy) == (
+        "SPREAD",
+        "STRICT_PACK",
+    )
+    rank = {"CPU": 4, "accelerator_type:H100": 0.001}
+    assert told.placement_group_bundles == [{"CPU": 0.01}, rank]
+    assert told.placement_group_bundle_label_selector == [{"zone": "a"}] * 2
+    assert other.placement_group_bundles == [{"CPU": 0.01}, {"CPU": 2}]
+    assert other.placement_group_bundle_label_selector is None
+
+
 @pytest.mark.feature("R22")
 def test_serve_holds_back_what_the_ingress_cannot_even_refuse() -> None:
     config = deploy_config({"max_num_seqs": 5, "max_queued_requests": 7})

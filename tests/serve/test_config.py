@@ -13,12 +13,20 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Role
+from cluster.config import CacheConfig, Placement, Role, SchedulerConfig
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
 from model.fields import hints_of, members, words_for
 from serve import config as config_module
-from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs, parse_args, split_dashed
+from serve.arguments import (
+    DeployArgs,
+    EngineArgs,
+    IngressArgs,
+    KVArgs,
+    PoolArgs,
+    parse_args,
+    split_dashed,
+)
 from serve.config import check_device, deploy_config, engine_config
 
 MIXED = {"pools": "mixed"}
@@ -67,7 +75,7 @@ def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
     assert [pool.engine.role for pool in config.pools] == [Role.PREFILL, Role.DECODE]
     for pool in config.pools:
         scheduler, cache = pool.engine.scheduler, pool.engine.cache
-        assert (pool.replicas, pool.num_cpus) == (1, 0.01)
+        assert (pool.replicas, pool.placement) == (1, Placement(num_cpus=0.01))
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 512)
         assert (cache.block_size, cache.kv_memory_bytes) == (16, 1 << 30)
 
@@ -203,6 +211,58 @@ def test_groups_have_equal_sizes_and_step_together_unless_told_otherwise() -> No
         assert [(p.data_parallel_size, p.lockstep_size) for p in parallel] == sizes
 
 
+SETTINGS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "num_kv_blocks": 200,
+    "gpu_memory_utilization": 0.5,
+    "kv_memory": "64MiB",
+    "threads_per_rank": 3,
+    "num_cpus": 2,
+    "num_gpus": 0.5,
+    "accelerator_type": "H100",
+    "label_selector": {"ray.io/region": "in(a, b)"},
+    "placement_strategy": "PACK",
+    "compilation": {"level": 2},
+}
+"""One of each kind that a pool may have of its own."""
+
+
+def test_a_pool_has_every_setting_of_its_own_and_others_of_the_application() -> None:
+    assert set(SETTINGS) == set(EngineArgs.__struct_fields__)
+    shared = {"device": "cuda", "max_num_seqs": 16, "cc.use_cudagraph": False}
+    prefill, decode = deploy_config({**shared, "decode": SETTINGS}).pools
+    assert prefill == deploy_config(shared).pools[0]
+    assert decode == deploy_config({**shared, **SETTINGS}).pools[1]
+    engine, placement = decode.engine, decode.placement
+    assert engine.scheduler == SchedulerConfig(8, 128)
+    assert engine.cache == CacheConfig(16, 200, 64 << 20, 0.5)
+    assert (engine.threads, decode.max_running) == (3, 8)
+    assert (engine.compilation.level, engine.compilation.use_cudagraph) == (2, False)
+    bundle = {"CPU": 2, "GPU": 0.5, "accelerator_type:H100": 0.001}
+    assert placement.bundles(engine.parallel) == [bundle]
+    assert placement.label_selector == {"ray.io/region": "in(a, b)"}
+    assert (prefill.placement.strategy, placement.strategy) == ("STRICT_PACK", "PACK")
+    assert prefill.placement.bundle == {"CPU": 0.01, "GPU": 1}
+
+
+def test_a_pool_takes_text_and_short_names_as_the_application_does() -> None:
+    text = {"decode.cc.level": "2", "decode.label_selector": '{"ray.io/region": "a"}'}
+    nested = {"decode": {"O": 2, "label_selector": {"ray.io/region": "a"}}}
+    assert deploy_config(text) == deploy_config(nested)
+    assert (
+        deploy_config({"decode.O": 2, "decode.label_selector": "null"}).pools[1]
+        == (deploy_config({"O": 2}).pools[1])
+    )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_a_pool_change_the_hash_only_if_tokens_depend_on_them(name: str) -> None:
+    shared = {"device": "cuda"}
+    found = deploy_config({**shared, "decode": {name: SETTINGS[name]}}).config_hash
+    assert (found == deploy_config(shared).config_hash) == (name != "compilation")
+
+
 # Bad arguments.
 
 
@@ -238,9 +298,9 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
 @pytest.mark.parametrize(
     ("raw", "line"),
     [
-        ({"colour": "red"}, "colour: wanted one of model, "),
-        ({"prefill.colour": "red"}, "prefill.colour: wanted one of replicas, "),
-        ({"max_num_seqs": "many"}, "max_num_seqs: wanted int, found 'many'"),
+        ({"colour": "red"}, "colour: wanted one of max_num_seqs, "),
+        ({"prefill.colour": "red"}, "prefill.colour: wanted one of max_num_seqs, "),
+        ({"max_num_seqs": "many"}, "max_num_seqs: wanted int | null, found 'many'"),
         ({"max_num_seqs": "0"}, "max_num_seqs: wanted a whole number of at least 1, found 0"),
         ({"watchdog_s": "inf"}, "watchdog_s: wanted seconds above 0, found inf"),
         ({"port": "0"}, "port: wanted 1 to 65535, found 0"),
@@ -261,6 +321,29 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
         ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
         ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
+        ({"mixed.max_num_seqs": "2"}, "mixed: wanted nothing where pools=pd, found"),
+        ({"decode.max_num_seqs": "0"}, "decode.max_num_seqs: wanted a whole number of at least 1"),
+        (
+            {"max_num_batched_tokens": 64, "decode.max_num_seqs": 65},
+            "decode.max_num_batched_tokens: wanted at least max_num_seqs (65), found 64",
+        ),
+        ({"prefill.num_kv_blocks": 1}, "prefill.num_kv_blocks: wanted at least "),
+        ({"decode.kv_memory": "lots"}, "decode.kv_memory: wanted bytes, such as "),
+        ({"decode.cc.level": 7}, "decode.compilation.level: wanted "),
+        ({"decode.compilation.colour": 1}, "decode.compilation.colour: wanted one of level, "),
+        ({"decode": {"O": 1}, "decode.cc.level": 1}, "decode.compilation.level: wanted one value"),
+        ({"device": "cpu", "decode.num_gpus": 1}, "decode.num_gpus: wanted nothing with device=cp"),
+        ({"num_gpus": 2}, "num_gpus: wanted a share in (0, 1], found 2"),
+        ({"accelerator_type": "H 100"}, "accelerator_type: wanted a name such as H100, found"),
+        (
+            {"decode.label_selector": {"zone": "a b"}},
+            "decode.label_selector: wanted a label's value, !value, in(value, value) or !in(",
+        ),
+        ({"label_selector": {"-": "a"}}, "label_selector: wanted names of labels, such as ray.io/"),
+        (
+            {"decode.placement_strategy": "NEAR"},
+            "decode.placement_strategy: wanted STRICT_PACK, PACK, SPREAD or STRICT_SPREAD, found",
+        ),
         ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
         ({"reasoning_parser": "gpt"}, "reasoning_parser: wanted one of "),
         ({"tool_call_parser": "gpt"}, "tool_call_parser: wanted one of "),
@@ -370,9 +453,9 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
     file = {"config": written(tmp_path, text)}
     served = deploy_config(file).pools[0].engine
     in_process = engine_config(file)
-    # A server may answer while it compiles, with a thread for each of its ranks.
+    # A server may answer while it compiles.
     early = replace(served.compilation, serve_while_compiling="off")
-    assert replace(served, compilation=early, threads=in_process.threads) == in_process
+    assert replace(served, compilation=early) == in_process
     assert in_process.compilation.level == 2
     ways: list[Any] = [fields, json.dumps(fields), CompilationConfig(**fields)]
     for way in ways:

@@ -109,7 +109,8 @@ def test_what_is_not_placed_in_time_tells_what_it_wants_and_what_is_free(
     assert seen.readiness.are_pools_late(board(), seen.now)
     _, [what] = seen.see(board())
     assert what == (
-        "mixed: replicas not placed: each wanted [{'CPU': 0.01}], found free {'CPU': 0.5}"
+        "mixed: replicas not placed: each wanted [{'CPU': 0.01}] by STRICT_PACK, "
+        "found free {'CPU': 0.5}"
     )
     assert [record.getMessage() for record in caplog.records] == [what]
     seen.see(board())

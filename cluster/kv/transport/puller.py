@@ -22,7 +22,13 @@ from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
-from cluster.wire.sockets import MAX_PART_BYTES, Doorbell, connecting_socket, node_id
+from cluster.wire.sockets import (
+    MAX_PART_BYTES,
+    Doorbell,
+    connect_to,
+    connecting_socket,
+    node_id,
+)
 
 log = logging.getLogger("lockstep.kv")
 
@@ -262,7 +268,7 @@ class _Holder:
         )
         self.socket.linger = 1000
         try:
-            self.socket.connect(source.address)
+            connect_to(self.socket, source.address)
         except zmq.ZMQError as error:
             self.socket.close(linger=0)
             raise OSError(f"wanted an address to connect to: {error}") from error

@@ -27,7 +27,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from cluster.wire.sockets import Budget, Doorbell, end_context, listening_socket
+from cluster.wire.sockets import Budget, Doorbell, bind_tcp, end_context, listening_socket
 
 log = logging.getLogger("lockstep.kv")
 
@@ -84,8 +84,7 @@ class KVServer:
             self._context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING
         )
         self._socket.linger = 0
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self.address = bind_tcp(self._socket, host)
         self.num_expired = 0
         self._thread = KVThread(
             "kv server",

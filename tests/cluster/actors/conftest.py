@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from local_ranks import CREDENTIALS
 
-from cluster.config import DEFAULT_NUM_CPUS, PLACEMENT_TIMEOUT_S, EngineConfig, rank_bundles
+from cluster.config import PLACEMENT_TIMEOUT_S, EngineConfig, Placement
 from cluster.wire.credentials import Credentials
 
 
@@ -29,8 +29,8 @@ async def _running_group(
 
     from cluster.actors.ray_ranks import create_group
 
-    bundles = rank_bundles(engine, DEFAULT_NUM_CPUS)
-    placement = ray.util.placement_group(bundles, strategy="PACK")
+    bundles = Placement().bundles(engine.parallel)
+    placement = ray.util.placement_group(bundles, strategy=Placement.strategy)
     assert placement.wait(PLACEMENT_TIMEOUT_S), f"not placed: {bundles}"
     group = create_group(
         engine, placement, first_bundle=0, engine_id="test", credentials=credentials, epoch=epoch

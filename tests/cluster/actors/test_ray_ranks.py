@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from local_ranks import config_of, generate
 
+from cluster.group.context import RankContext, num_cores
+
 pytestmark = pytest.mark.ray
 
 TP_TOKENS, DP_TOKENS = 32, 24
@@ -342,10 +344,53 @@ def test_without_lockstep_each_leader_steps_for_itself(running_group: Any, oracl
 def test_ranks_of_one_node_stand_in_a_row(
     nodes: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cluster.actors import ray_ranks
+    from cluster.actors import placement
 
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
-    monkeypatch.setattr(ray_ranks.ray.util, "placement_group_table", lambda group: table)
-    found, is_near = ray_ranks.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
-    assert found == wanted
-    assert is_near == (nodes[1:] == "aaaa")  # the owner's may be another
+    monkeypatch.setattr(placement.ray.util, "placement_group_table", lambda group: table)
+    found = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
+    assert found == [(bundle, nodes[bundle] if len(nodes) > 1 else "") for bundle in wanted]
+
+
+def test_threads_follow_from_the_cores_and_ranks_of_a_node() -> None:
+    context = RankContext(replace(config_of(Path()), threads=None), num_cores=8, ranks_on_node=3)
+    assert context.threads == 2
+    assert replace(context, ranks_on_node=9).threads == 1
+    assert RankContext(replace(config_of(Path()), threads=5), num_cores=8).threads == 5
+
+
+def test_ranks_of_the_application_are_counted_on_a_node() -> None:
+    """Bundle 0 is the owner's; other applications and groups that are gone do not count."""
+    from cluster.actors.placement import count_ranks
+
+    def placed(name: str, nodes: str, state: str = "CREATED") -> dict[str, Any]:
+        return {"name": name, "state": state, "bundles_to_node_id": dict(enumerate(nodes))}
+
+    table = {
+        "1": placed("SERVE_REPLICA::app#DecodePool#x", "aaa"),
+        "2": placed("SERVE_REPLICA::app#PrefillPool#y", "bab"),
+        "3": placed("SERVE_REPLICA::app2#PrefillPool#z", "aaa"),
+        "4": placed("SERVE_REPLICA::app#DecodePool#v", "aaa", "REMOVED"),
+        "5": placed("", "aa"),
+    }
+    assert [count_ranks(table, "1", node, 1) for node in "ab"] == [3, 1]
+    assert count_ranks(table, "5", "a", 0) == 2
+
+
+def test_a_rank_takes_its_threads_from_the_node_that_it_is_on(running_group: Any) -> None:
+    import ray
+
+    def told(rank: Any) -> tuple[int, int, str]:
+        context = rank._context
+        return context.num_cores, context.ranks_on_node, os.environ["OMP_NUM_THREADS"]
+
+    async def scenario(size: int) -> list[tuple[int, int, str]]:
+        engine = replace(config_of(Path(), parallel=(size,)), threads=None)
+        async with running_group(engine, is_started=False) as group:
+            calls = [handle.actor.__ray_call__.remote(told) for handle in group.handles]
+            return list(ray.get(calls))
+
+    cores = num_cores()
+    for size in (1, 2):
+        wanted = (cores, size, str(max(1, cores // size)))
+        assert asyncio.run(scenario(size)) == [wanted] * size

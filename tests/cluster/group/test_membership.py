@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.group import membership
 from cluster.group.context import RankContext
-from cluster.group.links import LinkAddress
+from cluster.group.links import ConnectLink, LinkAddress
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.wire.group_messages import LeaderHello
@@ -49,6 +50,25 @@ def test_ranks_of_one_node_meet_where_no_other_node_reaches() -> None:
     assert listener.getsockname()[0] == offer.store_host == "127.0.0.1"
     assert [address.tcp for address in (*offer.channels, *offer.later)] == ["", ""]
     listener.close()
+    end_context(endpoints.sockets, "test", linger=0)
+
+
+def test_ranks_of_two_nodes_meet_by_ipv6() -> None:
+    """The store, the tensors and the channels of followers and leaders."""
+
+    def work(group: GroupMembership) -> list[float]:
+        return group.shard.all_reduce(torch.ones(2)).tolist()
+
+    assert run_ranks(work, tp=2, dp=2, host="::1") == [[2.0, 2.0]] * 4
+    config = EngineConfig("model", 64, parallel=ParallelConfig(2, 2))
+    endpoints = LeaderEndpoints(RankContext(config, host="::1"))
+    offer = endpoints.rendezvous
+    assert offer.store_host == "::1"
+    for address in (*offer.channels, *offer.later):
+        assert address.tcp.startswith("tcp://[::1]:")
+        link = ConnectLink(endpoints.sockets, CREDENTIALS, "rank", replace(address, node="another"))
+        link.close()
+    endpoints.listener.close()
     end_context(endpoints.sockets, "test", linger=0)
 
 

@@ -56,11 +56,13 @@ Context = zmq.Context[zmq.Socket[bytes]]
 class Engine:
     """A leader without an engine: its inbox, and what sends outputs; `take` is a step's border."""
 
-    def __init__(self, engine_id: str = ENGINE_ID, secret: bytes = CREDENTIALS.secret) -> None:
+    def __init__(
+        self, engine_id: str = ENGINE_ID, secret: bytes = CREDENTIALS.secret, host: str = HOST
+    ) -> None:
         self._context: Context = zmq.Context()
         credentials = Credentials("ours", secret)
         rank = RankContext(
-            CONFIG, RankPlace(epoch=1), HOST, credentials=credentials, engine_id=engine_id
+            CONFIG, RankPlace(epoch=1), host, credentials=credentials, engine_id=engine_id
         )
         self.inbox = Inbox(rank, self._context, vocab_size=256)
         self.sender = OutputSender(self.inbox.socket)
@@ -144,8 +146,8 @@ async def ingress() -> AsyncIterator[Ingress]:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = Engine(host=getattr(request, "param", HOST))
     yield made
     made.close()
 
@@ -165,6 +167,7 @@ async def connected(made: Ingress, engine: Engine) -> Leader:
 # --- who is chosen ---
 
 
+@pytest.mark.parametrize("engine", [HOST, "::1"], indirect=True)
 async def test_what_a_leader_is_asked_reaches_it_and_its_outputs_come_back(engine: Engine) -> None:
     async with ingress() as made:
         leader = await connected(made, engine)

@@ -26,7 +26,7 @@ from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import SharedMemory
 from cluster.kv.transport.thread import KVThreadDied
 from cluster.wire.group_messages import ReadEnded
-from cluster.wire.messages import KVHandoff, KVRenew, KVSource
+from cluster.wire.messages import KVHandoff, KVRenew, KVSource, decode, encode
 from cluster.wire.sockets import Doorbell, node_id
 from model.kv_cache import KVCacheSpec
 
@@ -77,7 +77,7 @@ MakePair = Callable[..., Pair]
 def make_pair(context: Context) -> Iterator[MakePair]:
     parts: list[KVServer | KVPuller] = []
 
-    def make(transport: str, lease_s: float = 30.0, epoch: int = 1) -> Pair:
+    def make(transport: str, lease_s: float = 30.0, epoch: int = 1, host: str = HOST) -> Pair:
         memory = SharedMemory((NUM_BLOCKS + 1) * SPEC.block_bytes)
         source = SPEC.allocate(NUM_BLOCKS, torch.device("cpu"), storage=memory.view)
         source.copy_(torch.randn(source.shape))
@@ -85,7 +85,7 @@ def make_pair(context: Context) -> Iterator[MakePair]:
         server = KVServer(
             KVHolder(lease_s, time.monotonic),
             source,
-            host=HOST,
+            host=host,
             credentials=CREDENTIALS,
             epoch=epoch,
             doorbell=Doorbell(),
@@ -106,13 +106,13 @@ def make_pair(context: Context) -> Iterator[MakePair]:
         part.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("transport", "host"), [("shm", HOST), ("tcp", HOST), ("tcp", "::1")])
 def test_blocks_arrive_where_they_should_and_nowhere_else(
-    make_pair: MakePair, transport: str, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, transport: str, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_reads, "CHUNK_BYTES", 3 * SPEC.block_bytes)  # several chunks
-    pair = make_pair(transport)
-    handoff = pair.hold(5, 1, 40, 17, 18, 3, 9, 2)
+    pair = make_pair(transport, host=host)
+    handoff = decode(encode(pair.hold(5, 1, 40, 17, 18, 3, 9, 2)), KVHandoff)
     pair.puller.expect("r", handoff)
     pair.puller.start("r", handoff, [0, 2, 3, 5, 6, 7], [10, 40, 1, 2, 30, 31])
     assert pair.finished() == ReadEnded("r", "")
