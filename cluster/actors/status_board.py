@@ -39,6 +39,8 @@ from cluster.observe.metrics import (
 )
 
 NAMESPACE = "lockstep"
+BOARD_PREFIX = "status:"
+"""Of the actor's name, before the application's."""
 EXPORT_PERIOD_S = 5.0
 """How often figures go to Ray's metrics."""
 SAVE_PERIOD_S = 5.0
@@ -220,7 +222,7 @@ class StatusBoard:
 
 
 def board_name(app_name: str) -> str:
-    return f"status:{app_name}"
+    return BOARD_PREFIX + app_name
 
 
 def _engine(pool: str, place: int, dp_rank: int) -> str:
