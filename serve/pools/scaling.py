@@ -51,6 +51,7 @@ LOW = 0.85
 COOL_DOWN_S = 60.0
 """For how long it has to."""
 MAX_COOL_DOWN_S = 3600.0
+"""The longest, if steps down turn out wrong."""
 MAX_BUSY = 0.8
 """The share of the time in which a replica may compute prompts: at more they wait for one another
 longer than they compute."""
@@ -102,7 +103,7 @@ def load_of(signals: Signals) -> Load:
     busy = signals.prompts_busy / MAX_BUSY
     backlog_s = max(signals.ttft_target_s, signals.start_s)
     rows = MAX_FULL * signals.rows_at_target
-    # The rate of tokens is the clients'. Rows follow from how long steps take, and so from the number
+    # The rate of tokens is the clients'. Rows follow from how long steps take, so from the number
     # of replicas too.
     decoding = signals.decode_tokens_per_s * signals.step_s_at_target / rows
     return Load(

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import time
+from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.serve.config import AutoscalingPolicy
 
+from cluster.actors.reports import GroupReport, ReplicaReport, ScalingTargets
+from cluster.actors.status_board import StatusBoard
+from cluster.group.context import RankPlace, RankStats
+from cluster.observe.counts import BUCKET
+from cluster.observe.metrics import SchedulerStats
 from serve.pools.scaling import (
     COOL_DOWN_S,
     LOW,
     MAX_BUSY,
     PERIOD_S,
     Memory,
+    Meter,
+    ScalingPolicy,
     Signals,
     StepTimes,
     decide,
@@ -190,3 +203,140 @@ def test_step_times_tell_how_many_rows_keep_a_target() -> None:
     alike = StepTimes()
     alike.add(4, 0.02, now=0.0)
     assert alike.rows_within(0.03) == pytest.approx((6, 0.03)), "in proportion, if nothing is known"
+
+
+# What the board says, and what the policy makes of it.
+
+
+class Pool:
+    """A mixed pool on a real status board: what its leaders count and have to do."""
+
+    def __init__(self, pool: str = "mixed") -> None:
+        self.board, self.meter = StatusBoard([pool]), Meter()
+        self.name, self.now = pool, 0.0
+        self.counts: dict[str, Counter[tuple[str, ...]]] = {}
+        self.first_tokens = 0
+
+    def push(self, replica: str, state: str = "ready", **load: int) -> None:
+        place = RankPlace(0, 0, 0)
+        rank = RankStats(place, 7, "node", "ready", scheduler=SchedulerStats(**load))
+        counts = dict(self.counts.setdefault(replica, Counter()))
+        group = GroupReport([rank], [], [counts] if state == "ready" else [])
+        targets = ScalingTargets(2.0, 0.05, 64, 1)
+        self.board.push(ReplicaReport(self.name, replica, state, group, targets=targets))
+
+    def prompts(self, replica: str, num: int, seconds: float) -> None:
+        self.counts.setdefault(replica, Counter()).update(
+            {
+                ("steps_total", "none", "mixed"): num,
+                ("step_seconds_total", "mixed"): seconds,
+                ("scheduled_tokens_total",): 100 * num,
+                ("prompt_tokens_computed_total",): 100 * num,
+            }
+        )
+        self.first_tokens += num
+
+    def decodes(self, replica: str, steps: int, rows: int, step_s: float) -> None:
+        self.counts.setdefault(replica, Counter()).update(
+            {
+                ("steps_total", "full", "decode"): steps,
+                ("step_seconds_total", "decode"): steps * step_s,
+                ("scheduled_tokens_total",): steps * rows,
+            }
+        )
+
+    def see(self, seconds: float = 10.0) -> Signals:
+        self.now += seconds
+        bucket = ("time_to_first_token_seconds", BUCKET, "1.0")
+        self.board.count("ingress", {bucket: self.first_tokens})
+        return self.meter.see(self.board.scale(self.name, None), self.now)
+
+
+@pytest.mark.feature("R16")
+def test_signals_are_what_leaders_counted_and_have_to_do() -> None:
+    pool = Pool()
+    pool.push("a")
+    pool.see()
+    pool.prompts("a", num=20, seconds=4.0)
+    pool.push("a", num_waiting=5, num_running=10, num_blocks=100, num_free_blocks=60)
+    pool.push("b", "draining", num_blocks=100, num_free_blocks=100)
+    pool.push("c", "restarting", num_blocks=100, num_free_blocks=100)
+    found = pool.see()
+    assert (found.num_ready, found.num_draining, found.num_rebuilding) == (1, 1, 1)
+    assert found.prompts_busy == pytest.approx(0.4)
+    assert found.queued_s == pytest.approx(5 * 0.2), "each took 0.2 s"
+    assert found.num_rows == 10 and found.rows_at_target == 25, "four blocks each"
+    assert found.decode_tokens_per_s == 0
+    for rows in (4, 8):
+        pool.decodes("a", steps=100, rows=rows, step_s=0.01 + rows * 0.001)
+        pool.push("a", num_blocks=100, num_free_blocks=100)
+        found = pool.see()
+    assert found.decode_tokens_per_s == pytest.approx(1200 / 30), "of the last half minute"
+    assert found.rows_at_target == pytest.approx(16), "twice as many as were tried"
+    assert found.step_s_at_target == pytest.approx(0.026)
+
+
+def test_sequences_that_wait_in_a_decode_pool_want_rows_and_in_another_to_be_computed() -> None:
+    for name, rows, queued_s in (("decode", 7, 0.0), ("prefill", 0, 0.6), ("mixed", 4, 0.6)):
+        pool = Pool(name)
+        pool.push("a")
+        pool.see()
+        pool.prompts("a", num=10, seconds=2.0)
+        pool.push("a", num_waiting=3, num_running=4)
+        found = pool.see()
+        assert (found.num_rows, found.queued_s) == (rows, pytest.approx(queued_s)), name
+
+
+def test_how_long_a_replica_loads_is_measured() -> None:
+    pool = Pool()
+    pool.push("a", "loading")
+    assert pool.see(1.0).start_s == 30
+    pool.push("a", "loading")
+    pool.see(7.0)
+    pool.push("a")
+    assert pool.see(5.0).start_s == 12
+
+
+class Context(NamedTuple):
+    """The part of Serve's that the policy reads."""
+
+    target_num_replicas: int
+    capacity_adjusted_min_replicas: int = 1
+    capacity_adjusted_max_replicas: int = 5
+    app_name: str = "app"
+    deployment_name: str = "MixedPool"
+
+
+def test_without_news_a_policy_wants_what_is_and_never_raises() -> None:
+    policy = ScalingPolicy()
+    for n in (1, 3, 9):
+        assert policy(Context(n)) == (n, {})  # type: ignore[arg-type]
+    policy._news.signals, policy._news.at = signals_of(busy=4.0), time.monotonic()
+    assert policy(Context(1)) == (5, {})  # type: ignore[arg-type]
+    policy._news.at -= 60
+    assert policy(Context(3)) == (3, {})  # type: ignore[arg-type]
+
+
+CONTROLLER = """
+import sys, pickle
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("serve", "cluster", "model", "compile", "msgspec", "torch"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+policy = pickle.loads(sys.stdin.buffer.read())()
+class Context:
+    target_num_replicas, capacity_adjusted_min_replicas, capacity_adjusted_max_replicas = 2, 1, 5
+    app_name, deployment_name = "app", "MixedPool"
+    def __init__(self): pass
+print(policy(Context()))
+"""
+
+
+def test_the_policy_runs_where_lockstep_is_not_installed() -> None:
+    """Serve's controller gets it pickled, module and all."""
+    pickled = AutoscalingPolicy(policy_function=ScalingPolicy).get_serialized_policy_def()
+    done = subprocess.run(
+        [sys.executable, "-c", CONTROLLER], input=pickled, capture_output=True, check=False
+    )
+    assert done.stdout.decode().strip().endswith("(2, {})"), done.stderr.decode()
