@@ -197,6 +197,15 @@ class Admission:
         """How many have a slot, those included whose answer is on its way."""
         return len(self._slots)
 
+    def resize(self, max_running: int, max_queued: int) -> None:
+        """Have another number of places from now on; nobody who has one loses it."""
+        if (max_running, max_running + max_queued) == (self._max_running, self.max_live):
+            return
+        self._max_running, self.max_live = max_running, max_running + max_queued
+        self._ends.clear()  # a rate of other engines
+        is_waiting = self.num_live > max_running
+        self._waiting_since = self._clock() if is_waiting else None
+
     def enter(self, client: Client) -> AdmissionSlot:
         """Return a new request's slot; Overloaded if its wait is too long or others have less."""
         now = self._clock()

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray import serve as ray_serve
 from ray.serve import Application, Deployment
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig
 
 from cluster.actors.gcs_store import FailedStart, FailedStarts
 from cluster.actors.rank_group import STOP_S
@@ -32,6 +32,7 @@ from compile.errors import FieldError
 from serve.config import RETRY_AFTER_S, DeployConfig, PoolConfig, deploy_config
 from serve.ingress import Ingress
 from serve.pools.pool import Pool
+from serve.pools.scaling import ScalingPolicy
 from serve.serve_run import INGRESS, drain_at_exit, listen, outlast
 
 MAX_REFUSALS = 128
@@ -86,7 +87,8 @@ def build(config: DeployConfig) -> Application:
         max_surge_percent=100,
         graceful_shutdown_timeout_s=config.args.request_timeout_s + INGRESS_STOP_S,
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
-        max_ongoing_requests=sum(config.ingress_share) + MAX_REFUSALS,
+        max_ongoing_requests=sum(config.ingress_share(config.pools[-1].max_replicas))
+        + MAX_REFUSALS,
         max_queued_requests=MAX_AT_PROXY,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         # Each line would be streamed to the terminal of `serve run`, and hundreds of clients that
@@ -99,9 +101,21 @@ def build(config: DeployConfig) -> Application:
 def _pool_deployment(config: DeployConfig, pool: PoolConfig) -> Deployment:
     placement = pool.placement
     bundles = [{"CPU": DEFAULT_NUM_CPUS}, *placement.bundles(pool.engine.parallel)]
+    replicas: dict[str, Any] = {"num_replicas": pool.replicas}
+    if pool.is_scaled:
+        replicas = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=pool.min_replicas,
+                initial_replicas=pool.replicas,
+                max_replicas=pool.max_replicas,
+                upscale_delay_s=0,
+                downscale_delay_s=0,
+                policy=AutoscalingPolicy(policy_function=ScalingPolicy),
+            )
+        }
     return ray_serve.deployment(
         name=f"{pool.name.capitalize()}Pool",
-        num_replicas=pool.replicas,
+        **replicas,
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
         placement_group_bundles=bundles,
         # Of all bundles: the replica is where its ranks may be.

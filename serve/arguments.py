@@ -135,7 +135,12 @@ class PoolArgs(EngineArgs, frozen=True):
     """`prefill.*`, `decode.*` and `mixed.*`."""
 
     replicas: Annotated[int, at_least(1)] = 1
-    """Rank groups in the pool."""
+    """Rank groups in the pool; with `max_replicas`, those that it starts with."""
+    min_replicas: Positive | None = None
+    """The fewest rank groups of a pool that is scaled; null: `replicas`."""
+    max_replicas: Positive | None = None
+    """The most. The pool then grows and shrinks with its load, so that requests keep
+    `ttft_target_s` and `tpot_target_s`; null: it always has `replicas`."""
     tensor_parallel_size: Positive = 1
     """Ranks that hold the model together: a number that its heads allow, the same in both pools."""
     data_parallel_size: Positive = 1
@@ -214,6 +219,12 @@ class DeployArgs(EngineArgs, frozen=True):
     """Graph fields as TensorRT-LLM spells them; null: decode steps replay no full graphs."""
     speculative_config: dict[str, Any] | None = None
     """Refused by name: speculation is not built yet."""
+    ttft_target_s: Seconds = 2.0
+    """The time to a first token that prefill and mixed pools are scaled to keep, if they are: so
+    long may prompts wait to be computed."""
+    tpot_target_s: Seconds = 0.1
+    """The time between two tokens that decode and mixed pools are scaled to keep. One that a step
+    of a single sequence exceeds keeps a pool at `max_replicas`."""
     max_queued_requests: Annotated[int, at_least(0)] = 256
     """Sequences that wait beyond those that run; more get 429."""
     max_queue_wait_s: Annotated[float, at_least(0.001)] = 60.0

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.actors.reports import ScalingTargets
 from cluster.config import (
     DEFAULT_NUM_CPUS,
     CacheConfig,
@@ -92,16 +93,27 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PoolConfig:
+    """Invariant: `min_replicas` <= `replicas` <= `max_replicas`; all are equal unless the pool is
+    scaled."""
+
     name: str
     replicas: int
+    """Those that it starts with."""
     placement: Placement
     engine: EngineConfig
+    targets: ScalingTargets
+    min_replicas: int
+    max_replicas: int
     routing: Routing = Routing.LEAST_REQUESTS
 
     @property
-    def max_running(self) -> int:
-        per_group = self.engine.scheduler.max_num_seqs * self.engine.parallel.data_parallel_size
-        return self.replicas * per_group
+    def is_scaled(self) -> bool:
+        return self.min_replicas < self.max_replicas
+
+    @property
+    def replica_places(self) -> int:
+        """Sequences that run at once in one replica."""
+        return self.engine.scheduler.max_num_seqs * self.engine.parallel.data_parallel_size
 
 
 @dataclass(frozen=True)
@@ -121,22 +133,20 @@ class DeployConfig:
 
     @property
     def max_running(self) -> int:
-        return self.pools[-1].max_running
+        """Sequences that run at once, with as many replicas as there always are."""
+        return self.pools[-1].min_replicas * self.pools[-1].replica_places
 
     @property
     def num_ingresses(self) -> int:
         return self.args.ingress.replicas
 
-    @property
-    def max_live(self) -> int:
-        """Sequences that run or wait at once."""
-        return self.max_running + self.args.max_queued_requests
-
-    @property
-    def ingress_share(self) -> tuple[int, int]:
-        """How many sequences of one ingress may run and wait; all have at most `max_live`."""
-        running = self.max_running // self.num_ingresses
-        return running, self.max_live // self.num_ingresses - running
+    def ingress_share(self, num_replicas: int) -> tuple[int, int]:
+        """Return how many sequences of one ingress may run and wait while the last pool has so many
+        replicas."""
+        max_running = num_replicas * self.pools[-1].replica_places
+        running = max_running // self.num_ingresses
+        max_live = max_running + self.args.max_queued_requests
+        return running, max_live // self.num_ingresses - running
 
 
 def bundled_model() -> Path:
@@ -167,7 +177,8 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         raise FieldError("decode.tensor_parallel_size", like, size)
     path, model = _model(args)
     pools = tuple(_pool_config(name, args, path, model) for name in names)
-    num_ingresses, max_running = args.ingress.replicas, pools[-1].max_running
+    num_ingresses = args.ingress.replicas
+    max_running = pools[-1].min_replicas * pools[-1].replica_places
     most = min(MAX_INGRESSES, max_running)
     if not 1 <= num_ingresses <= most:
         wanted_ingresses = f"1 to {most} where {max_running} sequences decode at once"
@@ -276,7 +287,23 @@ def _resolved(
     check_names(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
-    return PoolConfig(name, pool.replicas, _placement(args, device), engine, pool.routing)
+    least, most = _replica_bounds(name, pool)
+    targets = ScalingTargets(
+        args.ttft_target_s,
+        args.tpot_target_s,
+        scheduler.max_num_seqs,
+        parallel.data_parallel_size,
+    )
+    return PoolConfig(
+        name,
+        max(pool.replicas, least),
+        _placement(args, device),
+        engine,
+        targets,
+        least,
+        most,
+        routing=pool.routing,
+    )
 
 
 def _placement(args: DeployArgs, device: str) -> Placement:
@@ -289,6 +316,20 @@ def _placement(args: DeployArgs, device: str) -> Placement:
         label_selector=args.label_selector or {},
         strategy=args.placement_strategy or Placement.strategy,
     )
+
+
+def _replica_bounds(name: str, pool: PoolArgs) -> tuple[int, int]:
+    least, most = pool.min_replicas, pool.max_replicas
+    if most is None:
+        if least is not None:
+            raise FieldError(f"{name}.max_replicas", f"a number beside {name}.min_replicas", None)
+        return pool.replicas, pool.replicas
+    least = pool.replicas if least is None else least
+    if most < max(pool.replicas, least):
+        field = "replicas" if pool.replicas >= least else "min_replicas"
+        wanted = f"at least {max(pool.replicas, least)} ({name}.{field})"
+        raise FieldError(f"{name}.max_replicas", wanted, most)
+    return least, most
 
 
 def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:

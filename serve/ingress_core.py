@@ -33,7 +33,7 @@ from serve.openai.errors import ApiError
 from serve.openai.generation import Serving
 from serve.pools.directory import Directory
 from serve.pools.router import Router
-from serve.readiness import Readiness, StartLog, log
+from serve.readiness import Readiness, StartLog, log, scaled
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 
@@ -90,7 +90,7 @@ class IngressCore:
         self._figures: dict[str, Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         args = config.args
-        max_running, max_queued = config.ingress_share
+        max_running, max_queued = config.ingress_share(config.pools[-1].replicas)
         self._admission = Admission(
             max_running=max_running,
             max_queued=max_queued,
@@ -242,9 +242,13 @@ class IngressCore:
         self._directory.see(leaders)
         is_late = self._readiness.are_pools_late(body, time.monotonic())
         free = await self._board.free_resources() if is_late else {}
+        before = self._readiness.body
         is_news = self._readiness.see(body, free, time.monotonic(), is_board_new=self._board.is_new)
         if is_news:
             self._figures = figures
+            self._admission.resize(*self._config.ingress_share(self._readiness.num_live))
+            for line in scaled(before, self._readiness.body):
+                self._say(line)
             self._start_log.see(self._readiness.body)
 
     def _report(self) -> IngressReport:

@@ -1,6 +1,7 @@
-"""What `/ready` and `/health` answer, from what the status board said last. Ready: every pool and
-the ingresses have all their replicas, and all of them serve. Degraded: some are missing, and the
-rest serves. Nothing here does I/O; times are given to it."""
+"""What `/ready` and `/health` answer, from what the status board said last. Ready: all ingresses
+serve, and of every pool as many replicas as there always are. Degraded: some are missing, and the
+rest serves. What a pool has beyond its fewest may load, drain or rebuild. Nothing here does I/O;
+times are given to it."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cluster.actors.reports import OUTDATED
+from cluster.actors.reports import OUTDATED, num_in, num_ready
 from cluster.config import PLACEMENT_TIMEOUT_S
 from cluster.observe.load_progress import LoadProgress
-from serve.config import DeployConfig
+from serve.config import DeployConfig, PoolConfig
 
 log = logging.getLogger("lockstep.ingress")
 
 STALE_S = 5.0
 """What the board said longer ago no longer counts."""
+LEAVING = ("draining", OUTDATED)
+OWNING_PLACES = ("ready", "restarting", "stuck")
+"""States of replicas that serve, or do again within seconds."""
 LINE_PERIOD_S = 5.0
 """How often a line is logged while something loads."""
 
@@ -56,6 +60,12 @@ class Readiness:
         ingresses = self.body["ingresses"]
         return sum(each["num_live"] for each in ingresses if each["id"] != self._ingress_id)
 
+    @property
+    def num_live(self) -> int:
+        """Replicas of the last pool that have places for sequences; at least one."""
+        pool = self.body["pools"].get(self._config.pools[-1].name, _NO_POOL)
+        return max(1, num_in(pool, OWNING_PLACES))
+
     def failure(self) -> str:
         """Return which pool hangs or is gone, and why; empty if none."""
         pools = self.body["pools"].items()
@@ -72,7 +82,7 @@ class Readiness:
     def are_pools_late(self, body: dict[str, Any], now: float) -> bool:
         """Return whether replicas have been missing for so long that it is told what they want."""
         return now > self._late_at and any(
-            _num_placed(body, pool.name) < pool.replicas for pool in self._config.pools
+            _num_placed(body, pool.name) < _fewest(body, pool) for pool in self._config.pools
         )
 
     def see(
@@ -89,7 +99,7 @@ class Readiness:
         status = body["status"]
         if "ready" not in states:
             status = "loading"
-        elif status == "ready" and (missing or "loading" in states):
+        elif status == "ready" and (missing or "loading" in states or self._lacks_any(body)):
             status = "degraded"
         if self._is_draining:
             status = "draining"
@@ -102,6 +112,12 @@ class Readiness:
             loading = [self._awaited(what, now)]
             self.body = {**self.body, "status": "degraded", "loading": loading}
 
+    def _lacks_any(self, body: dict[str, Any]) -> bool:
+        return any(
+            num_ready(body["pools"].get(pool.name, _NO_POOL)) < _fewest(body, pool)
+            for pool in self._config.pools
+        )
+
     def _missing(
         self, body: dict[str, Any], free: Mapping[str, float], now: float
     ) -> list[dict[str, Any]]:
@@ -111,7 +127,8 @@ class Readiness:
             missing.append(self._awaited("ingress: replicas", now, there, wanted))
         is_late = self.are_pools_late(body, now)
         for pool in self._config.pools:
-            if (placed := _num_placed(body, pool.name)) >= pool.replicas:
+            wanted = _fewest(body, pool)
+            if (placed := _num_placed(body, pool.name)) >= wanted:
                 continue
             what = f"{pool.name}: replicas"
             if is_late:
@@ -123,7 +140,7 @@ class Readiness:
                 if now > self._complain_at and self.speaks:
                     self._complain_at = now + PLACEMENT_TIMEOUT_S
                     log.error("%s", what)
-            missing.append(self._awaited(what, now, placed, pool.replicas, pool=pool.name))
+            missing.append(self._awaited(what, now, placed, wanted, pool=pool.name))
         if not missing:
             self._late_at = now + PLACEMENT_TIMEOUT_S
             if self.has_tokenizer:
@@ -138,9 +155,18 @@ class Readiness:
         return {**asdict(progress), "pool": pool, "replica": None}
 
 
+_NO_POOL: dict[str, Any] = {"replicas": []}
+
+
+def _fewest(body: dict[str, Any], pool: PoolConfig) -> int:
+    """Return how many replicas a pool always has. Serve's configuration may say so after us."""
+    scaling = body["pools"].get(pool.name, _NO_POOL).get("scaling")
+    return int(scaling["least"]) if scaling else pool.min_replicas
+
+
 def _num_placed(body: dict[str, Any], pool: str) -> int:
-    replicas = body["pools"].get(pool, {"replicas": []})["replicas"]
-    return sum(replica["state"] != OUTDATED for replica in replicas)
+    replicas = body["pools"].get(pool, _NO_POOL)["replicas"]
+    return sum(replica["state"] not in LEAVING for replica in replicas)
 
 
 def _why_down(pool: dict[str, Any]) -> str:
@@ -169,6 +195,20 @@ def _part(what: str, entries: list[dict[str, Any]]) -> str:
     remaining_s = last["remaining_s"]
     left = f", about {remaining_s:.0f} s to go" if remaining_s else ""
     return f"{what}{counts}{ranks} for {elapsed_s:.0f} s{left}"
+
+
+def scaled(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return a line for each pool that is scaled to another number of replicas since."""
+    lines = []
+    for name, pool in after["pools"].items():
+        now, then = pool.get("scaling"), before["pools"].get(name, _NO_POOL).get("scaling")
+        if now and then and now["wanted"] != then["wanted"]:
+            signals = ", ".join(
+                f"{key} {value:.4g}" for key, value in {**now["load"], **now["signals"]}.items()
+            )
+            step = f"{then['wanted']} to {now['wanted']} replicas ({now['why']})"
+            lines.append(f"{name} pool: {step}: {signals}")
+    return lines
 
 
 class StartLog:

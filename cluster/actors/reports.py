@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.group.context import RankStats
-from cluster.observe.counts import Counts
+from cluster.observe.counts import BUCKET, Counts
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import INGRESS, SchedulerStats
 
@@ -32,6 +32,18 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
+class ScalingTargets:
+    """What a pool is to keep if it is scaled, and what its engines may run."""
+
+    ttft_target_s: float
+    tpot_target_s: float
+    max_num_seqs: int
+    """In one engine."""
+    data_parallel_size: int
+    """Engines of a replica."""
+
+
+@dataclass(frozen=True)
 class ReplicaReport:
     pool: str
     replica_id: str
@@ -50,6 +62,7 @@ class ReplicaReport:
     """The watchdog ended its group, which does not serve again yet."""
     counts: Counts = field(default_factory=dict)
     in_state_s: float = 0.0
+    targets: ScalingTargets | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +126,13 @@ def ready_body(
     reports: Mapping[str, Sequence[ReplicaReport]],
     ingresses: Sequence[IngressReport],
     config_hash: str | None,
+    scaling: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the body of `/ready`; replicas of a deployment with another hash are outdated."""
-    pools = {
+    """Return the body of `/ready`; replicas of a deployment with another hash are outdated.
+    `scaling`: by pool what its policy decided last, of those that are scaled."""
+    pools: dict[str, dict[str, Any]] = {
         pool: {"replicas": [_replica_body(report, config_hash) for report in found]}
+        | ({"scaling": scaling[pool]} if pool in scaling else {})
         for pool, found in reports.items()
     }
     ours = [report for report in ingresses if config_hash in (None, report.config_hash)]
@@ -165,6 +181,46 @@ def figures_body(
             }
             for engine, (pool, replica_id, dp_rank) in engines.items()
         ],
+    }
+
+
+def scaling_body(
+    pool: str,
+    reports: Sequence[ReplicaReport],
+    engines: Mapping[str, SchedulerStats],
+    totals: Mapping[str, Counts],
+) -> dict[str, Any]:
+    """Return what a pool's scaling is decided by, in types that need no module of ours: where it is
+    decided there may be none. `engines`: those of the pool that serve, by name."""
+    targets = next((report.targets for report in reports if report.targets), None)
+    firsts = "time_to_first_token_seconds", BUCKET
+    return {
+        "pool": pool,
+        "targets": targets and asdict(targets),
+        "replicas": {report.replica_id: report.state for report in reports},
+        "engines": {
+            name: {"load": asdict(load), "counts": _step_counts(totals.get(name, {}))}
+            for name, load in engines.items()
+        },
+        "first_tokens": sum(
+            value for key, value in totals.get(INGRESS, {}).items() if key[:2] == firsts
+        ),
+    }
+
+
+def _step_counts(counts: Counts) -> dict[str, float]:
+    def total(name: str, kind: str = "") -> float:
+        return sum(
+            value for key, value in counts.items() if key[0] == name and kind in ("", key[-1])
+        )
+
+    return {
+        "tokens": total("scheduled_tokens_total"),
+        "prompt_tokens": total("prompt_tokens_computed_total"),
+        "prompt_steps": total("steps_total", "mixed"),
+        "prompt_step_seconds": total("step_seconds_total", "mixed"),
+        "decode_steps": total("steps_total", "decode"),
+        "decode_step_seconds": total("step_seconds_total", "decode"),
     }
 
 
@@ -217,10 +273,14 @@ def _is_compiling(pools: dict[str, Any]) -> bool:
 
 
 def _status(pools: dict[str, Any]) -> str:
-    """Ready: every pool has a ready replica and all are; degraded: some are not."""
-    states = [
-        [r["state"] for r in pool["replicas"] if r["state"] != OUTDATED] for pool in pools.values()
-    ]
-    if not all("ready" in replicas for replicas in states):
-        return "loading"
-    return "ready" if all(s == "ready" for replicas in states for s in replicas) else "degraded"
+    """Ready: every pool has a replica that is. Whether these are enough, ingresses know."""
+    return "ready" if all(map(num_ready, pools.values())) else "loading"
+
+
+def num_ready(pool: Mapping[str, Any]) -> int:
+    """Return how many replicas of a pool in the body of `/ready` serve."""
+    return num_in(pool, ("ready",))
+
+
+def num_in(pool: Mapping[str, Any], states: Iterable[str]) -> int:
+    return sum(replica["state"] in states for replica in pool["replicas"])

@@ -27,6 +27,7 @@ from cluster.actors.reports import (
     figures_body,
     leaders_of,
     ready_body,
+    scaling_body,
 )
 from cluster.observe.counts import Counts, Ledger
 from cluster.observe.metrics import (
@@ -35,10 +36,13 @@ from cluster.observe.metrics import (
     INGRESS,
     Described,
     MetricsSnapshot,
+    SchedulerStats,
     samples,
 )
 
 NAMESPACE = "lockstep"
+BOARD_PREFIX = "status:"
+"""Of the actor's name, before the application's."""
 EXPORT_PERIOD_S = 5.0
 """How often figures go to Ray's metrics."""
 SAVE_PERIOD_S = 5.0
@@ -105,6 +109,8 @@ class StatusBoard:
         self._reports: dict[str, dict[str, tuple[float, ReplicaReport]]] = {p: {} for p in pools}
         self._actors: dict[str, dict[str, list[Any]]] = {}
         self._ingresses: dict[str, tuple[float, IngressReport]] = {}
+        self._scaling: dict[str, tuple[float, dict[str, Any]]] = {}
+        """By pool what its policy decided last."""
 
     def push(self, report: ReplicaReport) -> None:
         """Replace the replica's last report, and add what was counted since."""
@@ -152,6 +158,15 @@ class StatusBoard:
         ]
         return {**body, "leaders": leaders, "figures": self.figures() if is_watched else None}
 
+    def scale(self, pool: str, decided: dict[str, Any] | None) -> dict[str, Any]:
+        """Take what a pool's policy has decided, and return what it decides by next."""
+        now = time.monotonic()
+        if decided is not None:
+            self._scaling[pool] = now, decided
+        self._forget_lost(now)
+        reports = [report for _, report in self._reports.get(pool, {}).values()]
+        return scaling_body(pool, reports, self._engines(pool), self._ledger.totals)
+
     def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
         self.count(ingress_id, counts)
         self._forget_lost(time.monotonic())
@@ -159,14 +174,19 @@ class StatusBoard:
         return self._now()
 
     def _now(self) -> MetricsSnapshot:
-        engines = {
+        engines: dict[str, SchedulerStats] = {}
+        for pool in self._reports:
+            engines |= self._engines(pool)
+        wanted = {pool: int(decided["wanted"]) for pool, (_, decided) in self._scaling.items()}
+        return MetricsSnapshot(self._ledger.totals, engines, wanted)
+
+    def _engines(self, pool: str) -> dict[str, SchedulerStats]:
+        return {
             _engine(pool, self._place(pool, replica_id), rank.place.dp_rank): rank.scheduler
-            for pool, by_id in self._reports.items()
-            for replica_id, (_, report) in by_id.items()
+            for replica_id, (_, report) in self._reports.get(pool, {}).items()
             for rank in report.group.ranks
             if rank.place.tp_rank == 0 and rank.state == "ready"
         }
-        return MetricsSnapshot(self._ledger.totals, engines)
 
     def _add(self, source: str, engine: str, counts: Counts) -> None:
         self._has_grown |= self._ledger.add(source, engine, counts)
@@ -188,7 +208,9 @@ class StatusBoard:
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
         self._forget_lost(time.monotonic())
         reports = {pool: [r for _, r in by_id.values()] for pool, by_id in self._reports.items()}
-        return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
+        ingresses = [report for _, report in self._ingresses.values()]
+        scaling = {pool: decided for pool, (_, decided) in self._scaling.items()}
+        return ready_body(reports, ingresses, config_hash, scaling)
 
     def figures(self) -> dict[str, Any]:
         """Return what the status page shows; it may fall when the board is made anew."""
@@ -209,6 +231,9 @@ class StatusBoard:
         for ingress_id, (polled_at, _) in list(self._ingresses.items()):
             if now - polled_at > LOST_AFTER_S:
                 del self._ingresses[ingress_id]
+        for pool, (decided_at, _) in list(self._scaling.items()):
+            if now - decided_at > LOST_AFTER_S:
+                del self._scaling[pool]
         for by_id in self._reports.values():
             for replica_id, (pushed_at, _) in list(by_id.items()):
                 if now - pushed_at > LOST_AFTER_S:
@@ -220,7 +245,7 @@ class StatusBoard:
 
 
 def board_name(app_name: str) -> str:
-    return f"status:{app_name}"
+    return BOARD_PREFIX + app_name
 
 
 def _engine(pool: str, place: int, dp_rank: int) -> str:

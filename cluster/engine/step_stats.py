@@ -39,6 +39,8 @@ class StepStats:
         """Seconds that a token takes, by the number of binary digits of the step's tokens."""
         self._in_flight: dict[int, tuple[int, float]] = {}
         """Tokens of each step that was begun and has not ended, and when it began."""
+        self._kinds: dict[int, StepKind] = {}
+        """Of those whose forward has begun."""
         self._last_end = 0.0
         self.num_votes = 0
         self.vote_wait_s = 0.0
@@ -48,6 +50,7 @@ class StepStats:
         self._steps: Counter[tuple[int, StepKind]] = Counter()
         self._replays: Counter[tuple[int, int]] = Counter()
         """By mode and tokens, of those that replayed something."""
+        self._seconds: dict[StepKind, float] = {}
         self._num_tokens = 0
         self._num_padding = 0
         self._tokens_of_step = Histogram(
@@ -78,6 +81,7 @@ class StepStats:
         if num_tokens:
             is_decode = plan.num_decodes == plan.num_seqs
             kind = StepKind.DECODE if is_decode else StepKind.MIXED
+        self._kinds[agreed.step] = kind
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
             self._replays[agreed.mode, agreed.batch.num_tokens] += 1
@@ -99,6 +103,8 @@ class StepStats:
         if not is_seen:
             seconds = min(seconds, self._expect(num_tokens) or seconds)
         self.learn(num_tokens, seconds)
+        if (kind := self._kinds.pop(step, None)) is not None:
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
         self._last_end = now
         self._enter(step, Phase.BOOKING)
 
@@ -136,6 +142,8 @@ class StepStats:
         }
         for (mode, kind), times in [*self._steps.items()]:
             counts["steps_total", _mode(mode), _KINDS[kind]] = times
+        for kind, seconds in [*self._seconds.items()]:
+            counts["step_seconds_total", _KINDS[kind]] = seconds
         for (mode, size), times in [*self._replays.items()]:
             counts["graph_replays_total", _mode(mode), str(size)] = times
         self._tokens_of_step.put_into(counts)

@@ -2,7 +2,7 @@
 
 Names, buckets and meanings of those that vLLM has are vLLM's with another prefix. The label
 `engine` is the name of an engine as in `prefill-0-0` (pool, replica, data-parallel rank), or
-`ingress`. No label takes values that clients choose.
+`ingress`, or a pool. No label takes values that clients choose.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ METRICS = (
         "mode",
         "kind",
     ),
+    _counter("step_seconds_total", "Seconds that steps took, by what they did.", "kind"),
     _counter(
         "graph_replays_total",
         "Steps that replayed graphs, by mode and by tokens, padding included.",
@@ -184,6 +185,7 @@ METRICS = (
     _counter("kv_transfer_failures_total", "Reads of KV that failed."),
     _counter("kv_transfer_seconds_total", "Seconds that reads of KV under a valid lease took."),
     _counter("kv_leases_expired_total", "Handoffs whose reader was not heard of in time."),
+    _gauge("replicas_wanted", "Replicas that a pool is scaled to; of scaled pools alone."),
     _counter(
         "rank_restarts_total",
         "Ends of rank groups, by the rank that was named (`dp=0 tp=1`).",
@@ -220,6 +222,8 @@ class MetricsSnapshot:
 
     totals: dict[str, Counts]
     engines: dict[str, SchedulerStats]
+    replicas_wanted: dict[str, int] = field(default_factory=dict)
+    """By pool, of those that are scaled."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,9 @@ def samples(
 
 
 def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> Iterator[Sample]:
+    if metric.name == "replicas_wanted":
+        for pool, wanted in snapshot.replicas_wanted.items():
+            yield Sample((described.model_name, pool), wanted)
     for engine, now in snapshot.engines.items():
         labels = (described.model_name, engine)
         match metric.name:

@@ -33,7 +33,7 @@ class Pool:
         self._failed_starts = FailedStarts(config_hash)
         secret = await asyncio.to_thread(application_secret, context.app_name)
         self._credentials = Credentials(config_hash, secret)
-        self._core = PoolCore(pool.name, self._replica_id, config_hash, self)
+        self._core = PoolCore(pool.name, self._replica_id, config_hash, self, pool.targets)
         self._core.spawn(self._core.report())
         await self._core.start()
 

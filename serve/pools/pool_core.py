@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from cluster.actors.rank_group import RankDied, RankGroup, place_in_group
-from cluster.actors.reports import GroupReport, ReplicaReport
+from cluster.actors.reports import GroupReport, ReplicaReport, ScalingTargets
 from cluster.observe.load_progress import LoadProgress
 
 log = logging.getLogger("lockstep.pool")
@@ -53,7 +53,14 @@ class PoolCore:
     kept before the next one's, and that of a failure before it is entered, since Serve then starts
     another replica, which reads it. `draining` and then `stopping` are the last states."""
 
-    def __init__(self, name: str, replica_id: str, config_hash: str, shell: PoolShell) -> None:
+    def __init__(
+        self,
+        name: str,
+        replica_id: str,
+        config_hash: str,
+        shell: PoolShell,
+        targets: ScalingTargets | None = None,
+    ) -> None:
         """Make the first group; call `start` next."""
         self.name = name
         self.state = "loading"
@@ -63,6 +70,7 @@ class PoolCore:
         self._replica_id = replica_id
         self._config_hash = config_hash
         self._shell = shell
+        self._targets = targets
         self._noting = asyncio.Lock()
         self._last_end = ""
         """How the group before this one ended."""
@@ -222,6 +230,7 @@ class PoolCore:
                 config_hash=self._config_hash,
                 is_stuck=self._ended_by_watchdog and state != "ready",
                 in_state_s=clock() - entered_at,
+                targets=self._targets,
                 counts={("rank_restarts_total", rank): n for rank, n in self._restarts.items()},
             )
             await self._shell.push(report, self.group)

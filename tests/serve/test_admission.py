@@ -48,6 +48,20 @@ def admission(**limits: Any) -> Admission:
     return Ingress(**limits).admission
 
 
+@pytest.mark.feature("R13")
+def test_places_come_and_go_with_engines_and_nobody_loses_one() -> None:
+    admitting = admission(max_queued=0)
+    places = [admitting.enter(ONE) for _ in range(4)]
+    admitting.resize(6, 0)
+    places += [admitting.enter(ONE) for _ in range(2)]
+    admitting.resize(2, 1)
+    for place in places[:4]:
+        with pytest.raises(Overloaded, match=f"beside {admitting.num_live} of 3"):
+            admitting.enter(ONE)
+        place.leave()
+    assert admitting.enter(ONE) and admitting.num_live == 3
+
+
 def test_places_are_taken_and_given_back() -> None:
     admitting = admission()
     places = [admitting.enter(ONE) for _ in range(8)]

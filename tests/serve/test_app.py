@@ -18,7 +18,7 @@ import jsonschema
 import openai
 import pytest
 
-from serve.app import MAX_AT_PROXY, MAX_REFUSALS, build
+from serve.app import MAX_AT_PROXY, MAX_REFUSALS, _pool_deployment, build
 from serve.config import deploy_config
 
 pytestmark = pytest.mark.ray
@@ -328,6 +328,18 @@ def test_a_replica_is_placed_as_its_pool_says() -> None:
 
 
 @pytest.mark.feature("R22")
+@pytest.mark.feature("R16")
+def test_a_pool_that_is_scaled_is_deployed_with_its_bounds_and_serves_own_delays_at_0() -> None:
+    config = deploy_config({"decode.max_replicas": 3})
+    prefill, decode = (_pool_deployment(config, pool) for pool in config.pools)
+    assert prefill._deployment_config.autoscaling_config is None
+    scaling = decode._deployment_config.autoscaling_config
+    assert scaling is not None
+    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (1, 1, 3)
+    assert scaling.upscale_delay_s == scaling.downscale_delay_s == 0
+    assert scaling.policy.policy_function == "serve.pools.scaling.ScalingPolicy"
+
+
 def test_serve_holds_back_what_the_ingress_cannot_even_refuse() -> None:
     config = deploy_config({"max_num_seqs": 5, "max_queued_requests": 7})
     ingress = build(config)._bound_deployment

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.actors.reports import ScalingTargets
 from cluster.config import CacheConfig, Placement, Role, SchedulerConfig
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
@@ -187,6 +188,29 @@ def test_a_cluster_with_gpus_is_not_served_on_cpus_unasked(
         check_device(config, num_gpus)
 
 
+@pytest.mark.feature("R16")
+@pytest.mark.parametrize(
+    ("bounds", "replicas"),
+    [
+        ({}, (1, 1, 1)),
+        ({"replicas": 2}, (2, 2, 2)),
+        ({"max_replicas": "4"}, (1, 1, 4)),
+        ({"replicas": 2, "max_replicas": 4}, (2, 2, 4)),
+        ({"min_replicas": 2, "max_replicas": 4}, (2, 2, 4)),
+        ({"replicas": 3, "min_replicas": 2, "max_replicas": 4}, (2, 3, 4)),
+    ],
+)
+def test_a_pool_is_scaled_from_its_fewest_to_its_most(
+    bounds: dict[str, Any], replicas: tuple[int, int, int]
+) -> None:
+    config = deploy_config({"decode": bounds, "tpot_target_s": "0.05", "max_num_seqs": 8})
+    prefill, decode = config.pools
+    assert (decode.min_replicas, decode.replicas, decode.max_replicas) == replicas
+    assert decode.is_scaled == (replicas[0] < replicas[2]) and not prefill.is_scaled
+    assert decode.targets == ScalingTargets(2.0, 0.05, 8, 1)
+    assert config.ingress_share(3) == (24, 256)
+
+
 @pytest.mark.feature("R13")
 @pytest.mark.parametrize(("num_seqs", "queued", "num"), [(8, 3, 3), (64, 256, 1), (5, 0, 5)])
 def test_ingresses_together_never_take_more_than_one_alone(
@@ -194,11 +218,11 @@ def test_ingresses_together_never_take_more_than_one_alone(
 ) -> None:
     args: dict[str, Any] = {"max_num_seqs": num_seqs, "max_queued_requests": queued, "O": 0}
     config = deploy_config({**args, "ingress.replicas": num})
-    running, waiting = config.ingress_share
+    running, waiting = config.ingress_share(1)
     assert running > 0 and waiting >= 0
     alone = deploy_config(args)
     assert num * running <= alone.max_running
-    assert alone.max_live - num < num * (running + waiting) <= alone.max_live
+    assert num_seqs + queued - num < num * (running + waiting) <= num_seqs + queued
     # Replicas of pools stay when only the number of ingresses changes.
     assert (config.pools, config.config_hash) == (alone.pools, alone.config_hash)
 
@@ -364,6 +388,19 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads and "
             "4 KV heads, found 3",
         ),
+        (
+            {"decode.min_replicas": 2},
+            "decode.max_replicas: wanted a number beside decode.min_replicas, found None",
+        ),
+        (
+            {"decode.replicas": 3, "decode.max_replicas": 2},
+            "decode.max_replicas: wanted at least 3 (decode.replicas), found 2",
+        ),
+        (
+            {"prefill.min_replicas": 3, "prefill.max_replicas": 2},
+            "prefill.max_replicas: wanted at least 3 (prefill.min_replicas), found 2",
+        ),
+        ({"ttft_target_s": 0}, "ttft_target_s: wanted seconds above 0, found 0"),
         (
             {"decode.tensor_parallel_size": 2},
             "decode.tensor_parallel_size: wanted 1 like prefill.tensor_parallel_size (other sizes "

@@ -46,6 +46,7 @@ class Board:
     def __init__(self) -> None:
         self.is_silent = False
         self.reports: list[IngressReport] = []
+        self.replicas = [{"id": "r", "state": "ready", "ranks": []}]
         self.leaders = [LeaderReport("mixed", "r", 0, 0, "ready", INBOX, CONFIG.config_hash, "")]
 
     async def poll(self, report: IngressReport) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Board:
         return {
             "status": "ready",
             "compiling": False,
-            "pools": {"mixed": {"replicas": [{"id": "r", "state": "ready", "ranks": []}]}},
+            "pools": {"mixed": {"replicas": [*self.replicas]}},
             "ingresses": [
                 {"id": "other", "state": "ready", "num_live": 2},
                 {"id": "mine", "state": "loading" if report.loading else "ready", "num_live": 0},
@@ -141,6 +142,19 @@ async def test_an_ingress_is_there_once_those_that_it_replaces_cannot_answer_any
     draining = asyncio.ensure_future(drain())
     async with asyncio.timeout(60), started(board):
         assert draining.done()
+
+
+@pytest.mark.feature("R13", "R16")
+async def test_an_ingress_has_its_share_of_the_places_of_all_replicas_that_serve() -> None:
+    async with started() as made:
+        core, replicas = made.core, made.board.replicas
+        for num, state in ((2, "loading"), (2, "ready"), (1, "ready")):
+            replicas[1:] = [{"id": "s", "state": state, "ranks": []}] * (num - 1)
+            places = 64 * (num if state == "ready" else 1)
+            async with asyncio.timeout(60):
+                while (await core.figures())["max_live"] != places + 256:
+                    await asyncio.sleep(0.01)
+            assert (await core.status())[0] == 200
 
 
 async def test_figures_come_while_somebody_looks_and_count_what_all_have() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import PLACEMENT_TIMEOUT_S
 from serve.config import deploy_config
-from serve.readiness import LINE_PERIOD_S, STALE_S, Readiness, StartLog
+from serve.readiness import LINE_PERIOD_S, STALE_S, Readiness, StartLog, scaled
 
 
 def replica(state: str, **more: Any) -> dict[str, Any]:
@@ -19,7 +19,6 @@ def board(*replicas: dict[str, Any], ingresses: str = "ready", **more: Any) -> d
     """Return what the board says of a mixed pool and of ingresses a, b, ..."""
     states = [replica["state"] for replica in replicas]
     status = "loading" if "ready" not in states else "ready"
-    status = "degraded" if status == "ready" and set(states) != {"ready"} else status
     return {
         "status": status,
         "compiling": False,
@@ -167,3 +166,44 @@ def test_a_start_says_what_it_does_every_few_seconds_and_each_change_at_once() -
     assert see("ready") == ["ready after 10.0 s"]
     now += 100
     assert see("degraded", loading(0, 1, 0.0, None)) == ["degraded, 0 s: mixed: compiling for 0 s"]
+
+
+SCALING = {"wanted": 2, "least": 1, "most": 3, "was": 1, "why": "load"}
+SCALING |= {"load": {"steady": 1.5}, "signals": {"num_ready": 1}}
+
+
+@pytest.mark.feature("R16")
+@pytest.mark.parametrize("state", ["loading", "draining", "restarting"])
+def test_what_a_scaled_pool_has_beyond_its_fewest_does_not_matter_to_ready(state: str) -> None:
+    seen = Seen(**{"mixed.max_replicas": 3})
+    assert seen.see(board(replica("ready"), replica(state))) == ("ready", [])
+    assert seen.see(board(replica(state)))[0] == "loading"
+    assert seen.see(board(replica("ready"))) == ("ready", [])
+
+
+@pytest.mark.feature("R16")
+def test_bounds_that_serve_was_told_of_count_instead_of_the_arguments() -> None:
+    seen, body = Seen(), board(replica("ready"))
+    body["pools"]["mixed"]["scaling"] = {**SCALING, "least": 2}
+    assert seen.see(body) == ("degraded", ["mixed: replicas"])
+
+
+@pytest.mark.feature("R13")
+def test_places_are_those_of_replicas_that_serve_or_do_so_again_soon() -> None:
+    seen = Seen(**{"mixed.max_replicas": 3})
+    states = ["ready", "restarting", "stuck", "loading", "draining", "outdated", "failed"]
+    seen.see(board(*map(replica, states)))
+    assert seen.readiness.num_live == 3
+    seen.see(board(replica("loading")))
+    assert seen.readiness.num_live == 1, "requests that come wait for it"
+
+
+@pytest.mark.feature("R16")
+def test_each_step_is_told_once_with_its_signals() -> None:
+    fixed, at_first, later = board(), board(), board()
+    at_first["pools"]["mixed"]["scaling"] = {**SCALING, "wanted": 1}
+    later["pools"]["mixed"]["scaling"] = SCALING
+    assert scaled(at_first, later) == [
+        "mixed pool: 1 to 2 replicas (load): steady 1.5, num_ready 1"
+    ]
+    assert scaled(fixed, later) == scaled(later, later) == scaled(later, fixed) == []
