@@ -88,8 +88,10 @@ class PoolArgs(_Strict, frozen=True):
     """Ranks that hold the model together: a number that its heads allow, the same in both pools."""
     data_parallel_size: Positive = 1
     """Engines in a rank group, each with its own KV, that run every step together."""
-    routing: Routing = Routing.LEAST_REQUESTS
-    """Which engine of a pool gets a request: `round_robin`, `least_requests` or `least_tokens`."""
+    routing: Routing = Routing.COST
+    """Which engine of a pool gets a request: with `cost` the one where it takes the fewest seconds,
+    by what is queued there, what of its prompt is cached there, and measured steps; or
+    `round_robin`, `least_requests` or `least_tokens`."""
     num_cpus: Annotated[float, at_least(1e-4)] = DEFAULT_NUM_CPUS
     """CPUs that each rank reserves in Ray. The default is next to nothing, so that it starts on any
     machine."""

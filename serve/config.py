@@ -86,7 +86,7 @@ class PoolConfig:
     replicas: int
     num_cpus: float
     engine: EngineConfig
-    routing: Routing = Routing.LEAST_REQUESTS
+    routing: Routing = Routing.COST
 
     @property
     def max_running(self) -> int:

@@ -261,7 +261,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
         ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
         ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
-        ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
+        ({"decode.routing": "random"}, "decode.routing: wanted one of cost, round_robin"),
         ({"reasoning_parser": "gpt"}, "reasoning_parser: wanted one of "),
         ({"tool_call_parser": "gpt"}, "tool_call_parser: wanted one of "),
         ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),

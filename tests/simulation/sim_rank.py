@@ -30,6 +30,7 @@ from cluster.engine.divergence import StepDigester
 from cluster.engine.engine import Engine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
+from cluster.engine.prefix_index import PrefixFeed
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
@@ -336,7 +337,13 @@ class SimLeader(SimRank):
             self._holder = plants.group_holder(self.server, num_followers, tell)
         if self.puller is not None:
             self._reader = plants.group_reader(self.puller, num_followers, tell)
-        blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
+        self.prefix_feed = PrefixFeed()
+        blocks = BlockManager(
+            schedule.num_blocks,
+            schedule.block_size,
+            schedule.is_caching,
+            changes=self.prefix_feed.changes,
+        )
         metadata = self.group.metadata(self.dp_rank)
         return plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
