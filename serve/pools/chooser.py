@@ -138,7 +138,7 @@ def _step_s(token_s: Mapping[int, float], num_rows: int) -> float | None:
         # As of most tokens that have so many digits. A larger step is no faster: the smaller one
         # was held up when it was measured.
         tokens = max(1.0, 0.75 * (1 << size))
-        most_s = token_s[size] * tokens
+        most_s = min(most_s, token_s[size] * tokens)
         points.append((tokens, most_s))
     points.reverse()
     if num_rows <= points[0][0]:

@@ -43,6 +43,9 @@ log = logging.getLogger("lockstep.directory")
 REPORT_AGE = 3
 """What happens now may be missing in so many reports of a leader that are yet to come: what it says
 four times a second takes up to three quarters of a second to an ingress."""
+MAX_EXPECTED = 1024
+"""Blocks of a prompt that are expected to be cached before a report says so: a longer one would
+hold up the event loop for milliseconds."""
 MAX_SETTLING = 1024
 """Requests of a leader that may be in no report yet."""
 
@@ -61,6 +64,11 @@ class Stage:
     """Tokens of a KV block."""
     prefixes: Sequence[Prefix] = ()
     """Of its prompt's blocks, as far as an engine may have them cached; of none with a handoff."""
+
+    @property
+    def expected(self) -> Sequence[Prefix]:
+        """What the engine will have cached, as far as that is followed."""
+        return self.prefixes[:MAX_EXPECTED]
 
     @property
     def num_tokens(self) -> int:
@@ -211,7 +219,7 @@ class Leader:
         self._uncached_tokens += taken.uncached_tokens
         self._queued_tokens += queued_tokens
         self._num_blocks += stage.num_blocks
-        self._expected.update(stage.prefixes)
+        self._expected.update(stage.expected)
         self._queue_peaks[-1] = max(self._queue_peaks[-1], self._queued_tokens)
         self._connection.send(encode(Submit(stage.request, stage.handoff)))
 
@@ -230,7 +238,7 @@ class Leader:
         """Take the oldest of what left the queue as reported."""
         _, taken = self._settling.popleft()
         self._num_blocks -= taken.stage.num_blocks
-        for prefix in taken.stage.prefixes:
+        for prefix in taken.stage.expected:
             self._expected[prefix] -= 1
             if not self._expected[prefix]:
                 del self._expected[prefix]
