@@ -145,8 +145,10 @@ class PoolArgs(EngineArgs, frozen=True):
     """Ranks that hold the model together: a number that its heads allow, the same in both pools."""
     data_parallel_size: Positive = 1
     """Engines in a rank group, each with its own KV, that run every step together."""
-    routing: Routing = Routing.LEAST_REQUESTS
-    """Which engine of a pool gets a request: `round_robin`, `least_requests` or `least_tokens`."""
+    routing: Routing = Routing.COST
+    """Which engine of a pool gets a request: with `cost` the one where it takes the fewest seconds,
+    by what is queued there, what of its prompt is cached there, and measured steps; or
+    `round_robin`, `least_requests` or `least_tokens`."""
 
 
 class IngressArgs(_Strict, frozen=True):

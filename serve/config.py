@@ -104,7 +104,7 @@ class PoolConfig:
     targets: ScalingTargets
     min_replicas: int
     max_replicas: int
-    routing: Routing = Routing.LEAST_REQUESTS
+    routing: Routing = Routing.COST
 
     @property
     def is_scaled(self) -> bool:

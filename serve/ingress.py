@@ -74,7 +74,8 @@ class Ingress:
             max_wait_s=config.args.max_queue_wait_s,
         )
         quarantine = Quarantine(ActorLock(app_name, ingress_id))
-        router = Router(directory, config.pools[0].name, tick, quarantine)
+        pool = config.pools[0]
+        router = Router(directory, pool.name, tick, quarantine, cache=pool.engine.cache)
         self._core = IngressCore(
             config, board, directory, router, tick, ingress_id=ingress_id, node=node, secret=secret
         )

@@ -263,6 +263,7 @@ class IngressCore:
             num_live=self._admission.num_live,
             is_watched=now - self._watched_at < WATCHED_S,
             counts=self.serving.counts.counts(),
+            known_prefixes=self._directory.known_prefixes,
         )
 
     def _say(self, line: str) -> None:

@@ -107,8 +107,11 @@ class RankActor:
         finally:
             self._state = "stopped"
 
-    def stats(self) -> tuple[RankStats, LoadProgress | None, Counts]:
-        """Return figures, progress while the rank is not ready or compiles, and its counts."""
+    def stats(
+        self, prefixes_since: int | None = None
+    ) -> tuple[RankStats, LoadProgress | None, Counts]:
+        """Return figures, progress while the rank is not ready or compiles, and its counts; with
+        the figures what changed in a leader's prefix cache since a number, if one is given."""
         place = self._context.place
         if self._state != "ready" or self._rank is None:
             stats = RankStats.of(self._context, self._state)
@@ -117,7 +120,7 @@ class RankActor:
         if (progress := self._rank.runner.compile_progress) is not None:
             self._progress.note(*progress)
             told = self._progress.read(place.dp_rank, place.tp_rank)
-        return self._rank.stats(), told, self._rank.counts()
+        return self._rank.stats(prefixes_since), told, self._rank.counts()
 
     def heartbeat(self) -> Heartbeat | None:
         """Return what the step thread does; None before the rank loads weights, and after its end:

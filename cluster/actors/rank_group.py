@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -79,7 +79,7 @@ class RankHandle(Protocol):
     def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]: ...
     def run(self) -> Awaitable[CallEnd]: ...
     def heartbeat(self) -> Awaitable[CallEnd]: ...
-    def stats(self) -> Awaitable[CallEnd]: ...
+    def stats(self, prefixes_since: int | None) -> Awaitable[CallEnd]: ...
     def stop(self) -> None: ...
     def kill(self) -> None: ...
 
@@ -219,9 +219,17 @@ class RankGroup:
                 if (named := watchdog.on_tick(now)) is not None:
                     return named
 
-    async def report(self) -> GroupReport:
-        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer."""
-        calls = asyncio.gather(*(handle.stats() for handle in self.handles))
+    async def report(self, prefixes_since: Mapping[int, int] | None = None) -> GroupReport:
+        """Return every rank's figures; a TimeoutError or `RankDied` if one does not answer.
+        `prefixes_since`: by data-parallel rank which number its reader has of the changes in its
+        leader's prefix cache."""
+        known = prefixes_since or {}
+        calls = asyncio.gather(
+            *(
+                handle.stats(None if place.tp_rank else known.get(place.dp_rank))
+                for handle, place in zip(self.handles, self.places, strict=True)
+            )
+        )
         ends = await asyncio.wait_for(calls, STATS_TIMEOUT_S)
         for place, end in zip(self.places, ends, strict=True):
             if end.cause:

@@ -40,8 +40,8 @@ class RayRank:
     def heartbeat(self) -> Awaitable[CallEnd]:
         return self._call("ctl", "heartbeat")
 
-    def stats(self) -> Awaitable[CallEnd]:
-        return self._call("ctl", "stats")
+    def stats(self, prefixes_since: int | None) -> Awaitable[CallEnd]:
+        return self._call("ctl", "stats", prefixes_since)
 
     def stop(self) -> None:
         self.actor.stop.options(concurrency_group="ctl").remote()

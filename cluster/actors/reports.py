@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from cluster.engine.prefix_index import PrefixIndex, PrefixUpdate
 from cluster.group.context import RankStats
 from cluster.observe.counts import BUCKET, Counts
 from cluster.observe.load_progress import LoadProgress
@@ -80,6 +81,10 @@ class LeaderReport:
     last_end: str
     """How its group ended last, in the epoch before; empty if none has."""
     load: SchedulerStats = field(default_factory=SchedulerStats)
+    token_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds that a token takes there, by the number of binary digits of its step's tokens."""
+    prefixes: PrefixUpdate | None = None
+    """What of its prefix cache the ingress that asks does not know yet."""
 
     @property
     def engine_id(self) -> str:
@@ -87,12 +92,12 @@ class LeaderReport:
 
 
 def leaders_of(report: ReplicaReport) -> list[LeaderReport]:
-    loads = {
-        rank.place.dp_rank: rank.scheduler
+    ranks = {
+        rank.place.dp_rank: rank
         for rank in report.group.ranks
         if rank.place.tp_rank == 0 and rank.place.epoch == report.epoch
     }
-    return [
+    leaders = [
         LeaderReport(
             report.pool,
             report.replica_id,
@@ -102,10 +107,55 @@ def leaders_of(report: ReplicaReport) -> list[LeaderReport]:
             inbox,
             report.config_hash,
             report.last_end,
-            loads.get(dp_rank, SchedulerStats()),
         )
         for dp_rank, inbox in enumerate(report.inboxes)
     ]
+    return [
+        replace(leader, load=rank.scheduler, token_s=rank.token_s)
+        if (rank := ranks.get(leader.dp_rank)) is not None
+        else leader
+        for leader in leaders
+    ]
+
+
+class CachedPrefixes:
+    """The prefix caches of all leaders, as the board knows them."""
+
+    def __init__(self) -> None:
+        self._indices: dict[tuple[str, str], tuple[int, dict[int, PrefixIndex]]] = {}
+        """By pool and replica: its epoch, and by data-parallel rank what is cached there."""
+
+    def take(self, report: ReplicaReport) -> tuple[ReplicaReport, dict[int, int]]:
+        """Take what a replica reports of its caches; return the report without, and by
+        data-parallel rank which number of changes is known."""
+        replica = report.pool, report.replica_id
+        epoch, indices = self._indices.get(replica, (-1, {}))
+        if epoch != report.epoch:
+            indices = {}
+            self._indices[replica] = report.epoch, indices
+        ranks: list[RankStats] = []
+        for rank in report.group.ranks:
+            if rank.place.tp_rank == 0 and rank.place.epoch == report.epoch:
+                index = indices.setdefault(rank.place.dp_rank, PrefixIndex())
+                if rank.prefixes is not None:
+                    index.apply(rank.prefixes)
+                    rank = replace(rank, prefixes=None)
+            ranks.append(rank)
+        numbers = {dp_rank: index.number for dp_rank, index in indices.items()}
+        return replace(report, group=replace(report.group, ranks=ranks)), numbers
+
+    def add_to(self, leader: LeaderReport, known: Mapping[str, tuple[int, int]]) -> LeaderReport:
+        """Return a report for an ingress that knows so much: by engine id its epoch, and the number
+        of its changes."""
+        epoch, indices = self._indices.get((leader.pool, leader.replica_id), (-1, {}))
+        index = indices.get(leader.dp_rank)
+        known_epoch, number = known.get(leader.engine_id, (-1, 0))
+        if index is None or not leader.epoch == epoch == known_epoch:
+            return leader
+        return replace(leader, prefixes=index.since(number))
+
+    def forget(self, pool: str, replica_id: str) -> None:
+        self._indices.pop((pool, replica_id), None)
 
 
 @dataclass(frozen=True)
@@ -120,6 +170,9 @@ class IngressReport:
     is_watched: bool
     counts: Counts | None
     """None: as it said last."""
+    known_prefixes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By the id of each engine whose prefix cache it wants to know: its epoch, and the number of
+    the changes that it knows."""
 
 
 def ready_body(

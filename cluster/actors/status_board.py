@@ -22,6 +22,7 @@ from ray.util.metrics import Gauge
 from cluster.actors.gcs_store import KeptTotals
 from cluster.actors.reports import (
     BoardSilent,
+    CachedPrefixes,
     IngressReport,
     ReplicaReport,
     figures_body,
@@ -107,13 +108,17 @@ class StatusBoard:
         self._places: dict[str, dict[str, int]] = {}
         """By pool and replica id its number, the lowest that none had when it came."""
         self._reports: dict[str, dict[str, tuple[float, ReplicaReport]]] = {p: {} for p in pools}
+        self._prefixes = CachedPrefixes()
         self._actors: dict[str, dict[str, list[Any]]] = {}
         self._ingresses: dict[str, tuple[float, IngressReport]] = {}
         self._scaling: dict[str, tuple[float, dict[str, Any]]] = {}
         """By pool what its policy decided last."""
 
-    def push(self, report: ReplicaReport) -> None:
-        """Replace the replica's last report, and add what was counted since."""
+    def push(self, report: ReplicaReport) -> dict[int, int]:
+        """Replace the replica's last report, and add what was counted since; return by
+        data-parallel rank which number of the changes in its leader's prefix cache is known
+        here."""
+        report, known_prefixes = self._prefixes.take(report)
         self._reports.setdefault(report.pool, {})[report.replica_id] = (time.monotonic(), report)
         place, source = self._place(report.pool, report.replica_id), report.replica_id
         self._add(source, _engine(report.pool, place, 0), report.counts)
@@ -127,8 +132,10 @@ class StatusBoard:
         if self._ray_metrics is not None and now - self._exported_at > EXPORT_PERIOD_S:
             self._ray_metrics.export(self._now())
             self._exported_at = time.monotonic()
+        return known_prefixes
 
     def remove(self, pool: str, replica_id: str) -> None:
+        self._prefixes.forget(pool, replica_id)
         self._reports.get(pool, {}).pop(replica_id, None)
         self._actors.get(pool, {}).pop(replica_id, None)
         self._places.get(pool, {}).pop(replica_id, None)
@@ -151,7 +158,7 @@ class StatusBoard:
         reports = [known for _, known in self._ingresses.values()]
         is_watched = any(known.is_watched for known in reports)
         leaders = [
-            leader
+            self._prefixes.add_to(leader, report.known_prefixes)
             for by_id in self._reports.values()
             for _, replica in by_id.values()
             for leader in leaders_of(replica)
@@ -234,10 +241,11 @@ class StatusBoard:
         for pool, (decided_at, _) in list(self._scaling.items()):
             if now - decided_at > LOST_AFTER_S:
                 del self._scaling[pool]
-        for by_id in self._reports.values():
+        for pool, by_id in self._reports.items():
             for replica_id, (pushed_at, _) in list(by_id.items()):
                 if now - pushed_at > LOST_AFTER_S:
                     del by_id[replica_id]
+                    self._prefixes.forget(pool, replica_id)
                     for places in self._places.values():
                         places.pop(replica_id, None)
                     for actors in self._actors.values():
@@ -333,9 +341,10 @@ class ReplicaBoard:
         self._board: Any = None
         self._registered: list[Any] = []
 
-    async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
+    async def push(self, report: ReplicaReport, actors: list[Any]) -> dict[int, int]:
         """Push a report, or nothing while there is no board; its actors when they are new there.
-        Waits for the answer, because only that shows whether the board died with its ingress."""
+        Return what the board's `push` does, or nothing. Waits for the answer, because only that
+        shows whether the board died with its ingress."""
         try:
             if self._board is None:
                 self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)
@@ -343,9 +352,11 @@ class ReplicaBoard:
             if actors != self._registered:
                 await self._board.register.remote(report.pool, report.replica_id, actors)
                 self._registered = actors
-            await self._board.push.remote(report)
+            known_prefixes: dict[int, int] = await self._board.push.remote(report)
+            return known_prefixes
         except (ValueError, ray.exceptions.RayError):
             self._board = None
+            return {}
 
     def remove(self, pool: str, replica_id: str) -> None:
         if self._board is not None:

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 
 from cluster.config import EngineConfig
+from cluster.engine.prefix_index import Prefix, prefix_of
 from cluster.engine.sequence import Sequence
+from cluster.wire.messages import GenerateRequest
 from compile.errors import FieldError
 
 SCRATCH = 0
@@ -46,6 +49,25 @@ def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_block
         raise FieldError("num_kv_blocks", wanted, num_blocks)
 
 
+def block_digest(parent: bytes, token_ids: Tokens[int]) -> bytes:
+    """Return the digest of a full block and all before it. parent: that of the block before it, or
+    the request's salt."""
+    return hashlib.blake2b(parent + array("q", token_ids), digest_size=DIGEST_BYTES).digest()
+
+
+def prompt_prefixes(request: GenerateRequest, block_size: int) -> list[Prefix]:
+    """Return the prefixes of the blocks that an engine's prefix cache may have of a prompt: as
+    `match` looks them up."""
+    token_ids, parent = request.prompt_token_ids, request.cache_salt
+    if request.sampling.num_prompt_logprobs >= 0:
+        return []
+    prefixes: list[Prefix] = []
+    for end in range(block_size, len(token_ids), block_size):
+        parent = block_digest(parent, token_ids[end - block_size : end])
+        prefixes.append(prefix_of(parent))
+    return prefixes
+
+
 class BlockManager:
     """Owns the blocks 1..num_blocks of a pool; block 0 is scratch for padding and never given out.
     Invariant: a block is in the free list exactly when its reference count is 0, and a block's hash
@@ -57,8 +79,10 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool,
         sliding_window: int | None = None,
+        changes: deque[tuple[bytes, bool]] | None = None,
     ) -> None:
-        """No layer reads more than its last `sliding_window` tokens, its own included."""
+        """No layer reads more than its last `sliding_window` tokens, its own included. `changes` is
+        told what is cached and what is no more, see `PrefixFeed`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -71,6 +95,7 @@ class BlockManager:
         self._ref_counts = [0] * (num_blocks + 1)
         self._hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self._cached: dict[bytes, int] = {}
+        self._changes = changes
         # Least recently used first; blocks without content worth keeping before all others.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
 
@@ -211,6 +236,8 @@ class BlockManager:
             if block != SCRATCH and digest not in self._cached:
                 self._cached[digest] = block
                 self._hashes[block] = digest
+                if self._changes is not None:
+                    self._changes.append((digest, True))
         seq.num_committed_blocks = num_full
 
     def _take(self) -> int:
@@ -219,6 +246,8 @@ class BlockManager:
         if digest is not None:
             del self._cached[digest]
             self._hashes[block] = None
+            if self._changes is not None:
+                self._changes.append((digest, False))
         self._ref_counts[block] = 1
         self.generations[block] += 1
         return block
@@ -228,8 +257,7 @@ class BlockManager:
         hashes, size = seq.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
             parent = hashes[i - 1] if i else seq.request.cache_salt
-            tokens = array("q", seq.token_ids[i * size : (i + 1) * size])
-            hashes.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
+            hashes.append(block_digest(parent, seq.token_ids[i * size : (i + 1) * size]))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
     def _digest(self, seq: Sequence, i: int) -> bytes:

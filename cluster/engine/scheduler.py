@@ -285,6 +285,7 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=num_waiting,
             num_waiting_for_kv=min(self._handover.num_reading, num_waiting),
+            num_queued_tokens=sum(map(_num_queued, [*self._unfinished.values()])),
             held_tickets=self._handover.num_held,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
@@ -679,6 +680,12 @@ def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence
         num_rows += 1
     if rows:
         grammars.fill(plan.step, num_rows, rows)
+
+
+def _num_queued(seq: Sequence) -> int:
+    """Return how many tokens wait: the next one of a running sequence does not."""
+    num_uncomputed = _num_uncomputed(seq)
+    return num_uncomputed if num_uncomputed > 1 and seq.handoff is None else 0
 
 
 def _num_uncomputed(seq: Sequence) -> int:

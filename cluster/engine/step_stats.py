@@ -115,6 +115,11 @@ class StepStats:
         known = self._token_s.get(size, token_s)
         self._token_s[size] = KEEP * known + (1 - KEEP) * token_s
 
+    def token_s(self) -> dict[int, float]:
+        """Return how long a token took, by the number of binary digits of its step's tokens; sizes
+        that never ran are missing."""
+        return dict(self._token_s)
+
     def wait(self, step: int, *, is_asleep: bool) -> None:
         """A follower waits for the plan of `step`, or the group sleeps until it."""
         self._enter(step, Phase.WAITING, is_asleep)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import EngineConfig
+from cluster.engine.prefix_index import PrefixUpdate
 from cluster.observe.metrics import IN_METRICS_ALONE, SchedulerStats
 from cluster.wire.credentials import SECRET_BYTES, Credentials
 
@@ -89,6 +90,10 @@ class RankStats:
     """The last one that the rank began; followers hear nothing of steps without work."""
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
     """A follower has none: it reports `held_tickets` alone."""
+    token_s: dict[int, float] = field(default_factory=dict)
+    """As its `StepStats` say; for those who choose a leader alone."""
+    prefixes: PrefixUpdate | None = None
+    """What of its cache changed since it was asked last; None if nothing did, or was asked for."""
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     compiling: bool = False
@@ -104,6 +109,7 @@ class RankStats:
         """Return what `/ready` shows of the rank, without nesting."""
         figures: dict[str, Any] = asdict(self)
         nested: dict[str, Any] = figures.pop("place") | figures.pop("scheduler")
+        del figures["token_s"], figures["prefixes"]
         for each in fields(SchedulerStats):
             if each.metadata == IN_METRICS_ALONE:
                 del nested[each.name]

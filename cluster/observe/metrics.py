@@ -206,6 +206,8 @@ class SchedulerStats:
     num_waiting: int = 0
     """Waiting for a row, for KV or for their grammar."""
     num_waiting_for_kv: int = 0
+    num_queued_tokens: int = 0
+    """Of prompts, and of what is computed again: nothing of theirs is computed or planned yet."""
     held_tickets: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0

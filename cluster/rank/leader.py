@@ -33,6 +33,7 @@ from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep, OverlappedEngine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
+from cluster.engine.prefix_index import PrefixFeed, PrefixUpdate
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.group.channel import StepSender
@@ -97,6 +98,7 @@ class Leader(Rank):
         self._is_stopping = False
         self._holder: GroupHolder | None = None
         self._reader: GroupReader | None = None
+        self._prefix_feed = PrefixFeed()
         followers, lockstep = self._meet(rendezvous)
         self.engine = self._assemble(followers, lockstep)
 
@@ -152,6 +154,9 @@ class Leader(Rank):
 
     def _scheduler_stats(self) -> SchedulerStats:
         return self.engine.scheduler.stats()
+
+    def _prefixes(self, since: int) -> PrefixUpdate | None:
+        return self._prefix_feed.since(since)
 
     def counts(self) -> Counts:
         scheduled = self.engine.scheduler.stats()
@@ -248,6 +253,7 @@ class Leader(Rank):
             metadata=metadata,
             holder=self._holder,
             reader=self._reader,
+            prefix_feed=self._prefix_feed,
         )
 
     def _close(self) -> None:
@@ -280,14 +286,17 @@ def assemble_engine(
     metadata: HandoffMetadata | None = None,
     holder: HandoffHolder | None = None,
     reader: KVReader | None = None,
+    prefix_feed: PrefixFeed | None = None,
 ) -> Engine:
-    """Return the engine of a leader; None for what it has not."""
+    """Return the engine of a leader; None for what it has not. `prefix_feed`: who is told of the
+    prefix cache."""
     cache, model = config.cache, runner.model_config
     blocks = BlockManager(
         runner.num_blocks,
         cache.block_size,
         cache.enable_prefix_caching,
         sliding_window=model.kv_window,
+        changes=prefix_feed.changes if prefix_feed is not None else None,
     )
     handover: KVHandover | None = None
     if metadata is not None:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 import zmq
 
+from cluster.engine.prefix_index import PrefixUpdate
 from cluster.engine.watchdog import Heartbeat
 from cluster.group.context import RankContext, RankStats
 from cluster.group.membership import GroupMembership
@@ -140,13 +141,20 @@ class Rank(ABC):
     @abstractmethod
     def _scheduler_stats(self) -> SchedulerStats: ...
 
-    def stats(self) -> RankStats:
+    def _prefixes(self, since: int) -> PrefixUpdate | None:
+        """Return what changed in its cache of prefixes since a number; only leaders have one."""
+        return None
+
+    def stats(self, prefixes_since: int | None = None) -> RankStats:
+        """Return its figures, with what changed in its cache since a number if one is given."""
         transfer = self.transfer
         return RankStats.of(
             self.context,
             "ready",
             step=self.runner.step_stats.last_step,
             scheduler=self._scheduler_stats(),
+            token_s=self.runner.step_stats.token_s(),
+            prefixes=None if prefixes_since is None else self._prefixes(prefixes_since),
             kv_bytes_sent=transfer.bytes_sent,
             kv_bytes_received=transfer.bytes_received,
             compiling=self.runner.compile_progress is not None,

@@ -83,7 +83,7 @@ from cluster.wire.sockets import (
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import Directory
+from serve.pools.directory import Directory, Stage
 from serve.pools.links import LeaderLinks
 from serve.pools.mailbox import Mailbox
 
@@ -192,7 +192,8 @@ async def _receive_tokens(pipe: Connection, honest: str, hostile: str) -> None:
 
     polling = asyncio.create_task(poll())
     mailbox = Mailbox("honest", StreamBatcher())
-    (await directory.choose("honest")).submit(request("honest"), None, mailbox)
+    stage = Stage(request("honest"), None, 16)
+    (await directory.choose("honest", stage)).submit(stage, mailbox)
     turns: list[Turn] = []
     threading.Thread(target=_tell_turns, args=(pipe, [hostile], turns), daemon=True).start()
     keep_what_is_loaded()

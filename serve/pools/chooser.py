@@ -1,17 +1,34 @@
-"""Which leader of a pool gets a request: a choice among all leaders of all replicas. Equal ones
-take turns, so that a burst of short requests, each of which has ended before the next one comes,
-does not always meet the same leader."""
+"""Which leader of a pool gets a request: a choice among all leaders of all replicas.
+
+`least_cost` counts in seconds. It takes what is known of each leader as it is given, asks nobody
+and remembers nothing, so the same `Offer`s in any order have the same one chosen. The other ways
+let equal leaders take turns, so that a burst of short requests, each of which has ended before the
+next one comes, does not always meet the same leader.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from itertools import pairwise
+
+MAX_QUEUE_TIMES = 1.5
+"""A leader's queue may be this many times the mean one, and one prompt more: those that share a
+prefix would all wait where it is cached, beside idle leaders."""
+TIE = 1.1
+"""Costs that differ by no more than measured seconds do from one step to the next are equal."""
+EXPECTED_OUTPUTS = 64
+"""Tokens that a request gets, as far as it matters here. Nobody knows, and most say a limit that
+they never reach; short answers cost little wherever they are decoded."""
 
 
 class Routing(Enum):
     """How the next leader is chosen."""
 
+    COST = "cost"
+    """The fewest seconds until the request has its tokens, see `least_cost`."""
     ROUND_ROBIN = "round_robin"
     """Leaders take turns, whatever they have to do."""
     LEAST_REQUESTS = "least_requests"
@@ -20,38 +37,118 @@ class Routing(Enum):
     """The fewest tokens in the requests of this ingress that have not ended, as they came."""
 
 
-class Load(Protocol):
-    """What a leader has to do."""
+@dataclass(frozen=True)
+class Offer:
+    """What is known of one leader, and of one request there."""
 
-    @property
-    def num_requests(self) -> int:
-        """Those of other ingresses included."""
-        ...
-
-    @property
-    def num_tokens(self) -> int: ...
+    engine_id: str
+    num_requests: int = 0
+    """Those that have not ended, of other ingresses as well."""
+    num_tokens: int = 0
+    """In those of this ingress, as they came."""
+    queued_tokens: int = 0
+    """To be computed before any of the request's are."""
+    uncached_tokens: int = 1
+    """Of the request, all or fewer: they must be computed there."""
+    token_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds that a token takes, by the number of binary digits of its step's tokens; sizes that
+    were never measured are missing."""
+    used_blocks: int = 0
+    missing_blocks: int = 0
+    """Of those that the request needs at once, so many are not free."""
 
 
 class Chooser:
     """Chooses for one pool."""
 
     def __init__(self, routing: Routing) -> None:
-        self._routing = routing
+        self.routing = routing
         self._turn = 0
 
-    def choose(self, loads: Sequence[Load]) -> int:
-        """Return the index of one; there is at least one."""
-        start = self._turn % len(loads)
+    def choose(
+        self, offers: Sequence[Offer], request_id: str, num_tokens: int, num_outputs: int
+    ) -> int:
+        """Return the index of one; there is at least one. The request has so many tokens, and gets
+        at most so many there."""
+        if self.routing is Routing.COST:
+            return least_cost(offers, request_id, num_tokens, num_outputs)
+        start = self._turn % len(offers)
         self._turn += 1
-        in_turn: list[int] = [*range(start, len(loads)), *range(start)]
-        costs = [self._cost(load) for load in loads]
-        return min(in_turn, key=costs.__getitem__)  # the first of equal ones
+        in_turn: list[int] = [*range(start, len(offers)), *range(start)]
+        loads = [self._load(offer) for offer in offers]
+        return min(in_turn, key=loads.__getitem__)  # the first of equal ones
 
-    def _cost(self, load: Load) -> int:
-        match self._routing:
-            case Routing.ROUND_ROBIN:
-                return 0
+    def _load(self, offer: Offer) -> int:
+        match self.routing:
             case Routing.LEAST_REQUESTS:
-                return load.num_requests
+                return offer.num_requests
             case Routing.LEAST_TOKENS:
-                return load.num_tokens
+                return offer.num_tokens
+            case _:
+                return 0
+
+
+def least_cost(offers: Sequence[Offer], request_id: str, num_tokens: int, num_outputs: int) -> int:
+    """Return the index of the leader where a request of so many tokens costs the fewest seconds:
+    to work off what is queued and its own uncached tokens, to wait for blocks, and to decode
+    `num_outputs` tokens, but at most `EXPECTED_OUTPUTS`, in steps of one row more.
+
+    Only leaders whose queue is at most `MAX_QUEUE_TIMES` the mean one and one prompt with it are
+    candidates; the one with the shortest queue always is. Of equal ones the request's id decides:
+    ingresses that know the same would all take the first.
+    """
+    prompt_s = _filled_in([min(offer.token_s.values(), default=None) for offer in offers])
+    step_s = _filled_in([_step_s(offer.token_s, offer.num_requests + 1) for offer in offers])
+    queue_s = [
+        (offer.queued_tokens + offer.uncached_tokens) * token_s
+        for offer, token_s in zip(offers, prompt_s, strict=True)
+    ]
+    mean_s = sum(
+        offer.queued_tokens * token_s for offer, token_s in zip(offers, prompt_s, strict=True)
+    ) / len(offers)
+    num_steps = min(num_outputs, EXPECTED_OUTPUTS)
+    costs: dict[int, float] = {}
+    for i, offer in enumerate(offers):
+        if queue_s[i] > MAX_QUEUE_TIMES * mean_s + num_tokens * prompt_s[i]:
+            continue
+        # Blocks become free as the sequences end that hold them.
+        share = offer.missing_blocks / max(offer.used_blocks, offer.missing_blocks, 1)
+        costs[i] = queue_s[i] + step_s[i] * (num_steps + EXPECTED_OUTPUTS * share)
+    most = TIE * min(costs.values())
+    equal = [i for i, cost in costs.items() if cost <= most]
+    return max(equal, key=lambda i: _rank(request_id, offers[i].engine_id))
+
+
+def _filled_in(measured: Sequence[float | None]) -> list[float]:
+    """Return seconds with the mean of others where nothing was measured yet."""
+    known = [seconds for seconds in measured if seconds is not None]
+    mean_s = sum(known) / len(known) if known else 1.0
+    return [mean_s if seconds is None else seconds for seconds in measured]
+
+
+def _step_s(token_s: Mapping[int, float], num_rows: int) -> float | None:
+    """Return how long a step of so many rows takes, between what was measured of fewer and of more;
+    None if no step of so few was."""
+    sizes = sorted(token_s)
+    if not sizes or sizes[0] > num_rows.bit_length() + 1:
+        return None
+    points: list[tuple[float, float]] = []
+    most_s = float("inf")
+    for size in reversed(sizes):
+        # As of most tokens that have so many digits. A larger step is no faster: the smaller one
+        # was held up when it was measured.
+        tokens = max(1.0, 0.75 * (1 << size))
+        most_s = min(most_s, token_s[size] * tokens)
+        points.append((tokens, most_s))
+    points.reverse()
+    if num_rows <= points[0][0]:
+        return points[0][1]
+    for (fewer, fewer_s), (more, more_s) in pairwise(points):
+        if num_rows <= more:
+            return fewer_s + (more_s - fewer_s) * (num_rows - fewer) / (more - fewer)
+    return points[-1][1] * num_rows / points[-1][0]
+
+
+def _rank(request_id: str, engine_id: str) -> bytes:
+    """Rendezvous hashing (Thaler and Ravishankar, 1996): who else is equal changes nothing."""
+    return hashlib.blake2b(f"{request_id}\0{engine_id}".encode(), digest_size=8).digest()

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.actors.reports import LeaderReport
+from cluster.engine.prefix_index import Prefix, PrefixIndex
 from cluster.wire.messages import (
     MAX_ABORTS,
     Abort,
@@ -31,14 +35,65 @@ from cluster.wire.messages import (
     Submit,
     encode,
 )
-from serve.pools.chooser import Chooser, Routing
+from serve.pools.chooser import Chooser, Offer, Routing
 from serve.pools.mailbox import Mailbox
 
 log = logging.getLogger("lockstep.directory")
 
+REPORT_AGE = 3
+"""What happens now may be missing in so many reports of a leader that are yet to come: what it says
+four times a second takes up to three quarters of a second to an ingress."""
+MAX_EXPECTED = 1024
+"""Blocks of a prompt that are expected to be cached before a report says so: a longer one would
+hold up the event loop for milliseconds."""
+MAX_SETTLING = 1024
+"""Requests of a leader that may be in no report yet."""
+
 
 class NoLeader(RuntimeError):
     """No leader of a pool could take a request in time."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A request as one engine gets it: a stage of its way."""
+
+    request: GenerateRequest
+    handoff: KVHandoff | None
+    block_size: int
+    """Tokens of a KV block."""
+    prefixes: Sequence[Prefix] = ()
+    """Of its prompt's blocks, as far as an engine may have them cached; of none with a handoff."""
+
+    @property
+    def expected(self) -> Sequence[Prefix]:
+        """What the engine will have cached, as far as that is followed."""
+        return self.prefixes[:MAX_EXPECTED]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Those that it needs until it has its next token."""
+        return self.num_tokens // self.block_size + 1
+
+    @property
+    def max_outputs(self) -> int:
+        return self.request.sampling.max_tokens - len(self.request.output_token_ids)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A stage that this ingress has submitted."""
+
+    stage: Stage
+    to: Mailbox
+    uncached_tokens: int
+    """To be computed, as far as was known when it was submitted."""
+    queued_tokens: int
+    """The same as the leader reports them: it does not know of all what is cached."""
 
 
 class Connection(Protocol):
@@ -63,13 +118,32 @@ class Leader:
         self.is_lost = False
         self._is_welcome = False
         self._on_change = on_change
-        self._running: dict[str, tuple[Mailbox, int]] = {}
-        """By request id, with its tokens when it came."""
+        self._running: dict[str, _Taken] = {}
+        """By request id."""
+        self._queued: dict[str, _Taken] = {}
+        """Those of them without any output yet."""
+        self._settling: deque[tuple[int, _Taken]] = deque()
+        """Those that left the queue and may be in no report yet, with the last one's number."""
+        self._num_reports = 0
+        self._num_tokens = 0
+        """Of those that run, as they came; the next two are of those queued."""
+        self._uncached_tokens = 0
+        self._queued_tokens = 0
+        self._queue_peaks: deque[int] = deque([0], REPORT_AGE)
+        """The most that these were between two reports, newest last."""
+        self._num_blocks = 0
+        """That those queued and settling need."""
+        self._others_tokens = 0
+        """Queued by other ingresses."""
         self._handed_over: dict[str, Mailbox] = {}
         """By request id: its KV is here until another leader has read it."""
         self._leaving: set[str] = set()
         """Those of them that were told to go on elsewhere."""
         self._num_others = 0
+        self._prefixes = PrefixIndex()
+        """Cached there, as it has reported."""
+        self._expected: Counter[Prefix] = Counter()
+        """Of what is queued and settling: cached there before the next one is computed."""
         self._aborts: list[str] = []
         self._connection = connect(report.inbox, self)
         self._connection.send(encode(Hello(report.engine_id, report.epoch)))
@@ -87,22 +161,97 @@ class Leader:
 
     @property
     def num_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self._running.values())
+        return self._num_tokens
+
+    @property
+    def known_prefixes(self) -> tuple[int, int]:
+        """Its epoch, and the number of changes in its prefix cache that are known."""
+        return self.report.epoch, self._prefixes.number
 
     def see(self, report: LeaderReport) -> None:
         self.report = report
+        if report.prefixes is not None:
+            self._prefixes.apply(report.prefixes)
         num_unfinished = report.load.num_running + report.load.num_waiting
         self._num_others = max(0, num_unfinished - len(self._running))
+        # What was queued here when the leader reported is not known: at most as much as lately.
+        ours = max(self._queue_peaks)
+        self._others_tokens = max(0, report.load.num_queued_tokens - ours)
+        self._queue_peaks.append(self._queued_tokens)
+        self._num_reports += 1
+        while self._settling and self._settling[0][0] <= self._num_reports - REPORT_AGE:
+            self._settle()
 
-    def submit(self, request: GenerateRequest, handoff: KVHandoff | None, to: Mailbox) -> None:
+    def offer(self, stage: Stage) -> Offer:
+        """Return what is known for choosing: as reported, and what was submitted here since."""
+        load = self.report.load
+        num_free = load.num_free_blocks - self._num_blocks
+        return Offer(
+            self.report.engine_id,
+            num_requests=self.num_requests,
+            num_tokens=self.num_tokens,
+            queued_tokens=self._others_tokens + self._uncached_tokens,
+            uncached_tokens=self._num_uncached(stage),
+            token_s=self.report.token_s,
+            used_blocks=load.num_blocks - max(0, num_free),
+            # Those of a leader that was not asked for its load yet are unknown.
+            missing_blocks=max(0, stage.num_blocks - num_free) if load.num_blocks else 0,
+        )
+
+    def _num_uncached(self, stage: Stage) -> int:
+        if stage.handoff is not None:
+            return 1
+        # A cache evicts the tail of a sequence before its head.
+        num_cached = bisect_left(stage.prefixes, True, key=lambda each: not self._has(each))
+        return stage.num_tokens - num_cached * stage.block_size
+
+    def _has(self, prefix: Prefix) -> bool:
+        return prefix in self._prefixes or prefix in self._expected
+
+    def submit(self, stage: Stage, to: Mailbox) -> None:
         """Send a request, whose outputs go to a mailbox until one has a finish reason."""
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        self._running[request.request_id] = to, num_tokens
-        self._connection.send(encode(Submit(request, handoff)))
+        request_id = stage.request.request_id
+        queued_tokens = stage.num_tokens if stage.handoff is None else 0
+        taken = _Taken(stage, to, self._num_uncached(stage), queued_tokens)
+        self._running[request_id] = self._queued[request_id] = taken
+        self._num_tokens += stage.num_tokens
+        self._uncached_tokens += taken.uncached_tokens
+        self._queued_tokens += queued_tokens
+        self._num_blocks += stage.num_blocks
+        self._expected.update(stage.expected)
+        self._queue_peaks[-1] = max(self._queue_peaks[-1], self._queued_tokens)
+        self._connection.send(encode(Submit(stage.request, stage.handoff)))
+
+    def _leave_queue(self, request_id: str) -> None:
+        """Note that a request runs, or has ended."""
+        taken = self._queued.pop(request_id, None)
+        if taken is None:
+            return
+        self._uncached_tokens -= taken.uncached_tokens
+        self._queued_tokens -= taken.queued_tokens
+        self._settling.append((self._num_reports, taken))
+        if len(self._settling) > MAX_SETTLING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take the oldest of what left the queue as reported."""
+        _, taken = self._settling.popleft()
+        self._num_blocks -= taken.stage.num_blocks
+        for prefix in taken.stage.expected:
+            self._expected[prefix] -= 1
+            if not self._expected[prefix]:
+                del self._expected[prefix]
+
+    def _take_out(self, request_id: str) -> None:
+        """Note that a request has ended here, if it runs."""
+        self._leave_queue(request_id)
+        taken = self._running.pop(request_id, None)
+        if taken is not None:
+            self._num_tokens -= taken.stage.num_tokens
 
     def abort(self, request_id: str) -> None:
         """Have a request dropped that runs here, or whose KV is held here."""
-        self._running.pop(request_id, None)
+        self._take_out(request_id)
         self.release(request_id)
         if self.is_lost:
             return
@@ -137,11 +286,13 @@ class Leader:
             self._on_change()
 
     def deliver(self, output: EngineOutput) -> None:
-        mailbox, _ = self._running.get(output.request_id, (None, 0))
-        if mailbox is None:
+        taken = self._running.get(output.request_id)
+        if taken is None:
             return  # it was let go, and its abort is on its way
+        mailbox = taken.to
+        self._leave_queue(output.request_id)
         if output.finish_reason:
-            del self._running[output.request_id]
+            self._take_out(output.request_id)
         if output.handoff is not None:
             self._handed_over[output.request_id] = mailbox
         mailbox.put(output)
@@ -155,8 +306,8 @@ class Leader:
         running, self._running = self._running, {}
         if running:
             log.warning("%s: %s; %d requests go on elsewhere", self, why, len(running))
-        for request_id, (mailbox, _) in running.items():
-            mailbox.put(EngineOutput.ended(request_id, FinishReason.DIED, f"{self}: {why}"))
+        for request_id, taken in running.items():
+            taken.to.put(EngineOutput.ended(request_id, FinishReason.DIED, f"{self}: {why}"))
         # Whoever reads from a process that is gone would find out after seconds.
         handed_over, self._handed_over = self._handed_over, {}
         for request_id, mailbox in handed_over.items():
@@ -227,19 +378,47 @@ class Directory:
                 leader.leave()
         self._wake()
 
-    async def choose(self, pool: str) -> Leader:
-        """Return the leader that gets the next request of a pool; NoLeader if none could take it
-        in time. Requests that wait go in the order in which they came."""
+    async def choose(self, pool: str, stage: Stage) -> Leader:
+        """Return the leader of a pool that gets a request next; NoLeader if none could take it in
+        time. Requests that wait go in the order in which they came."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
                 while True:
                     if leaders := self._able(pool):
-                        return leaders[self._choosers[pool].choose(leaders)]
+                        return self._chosen(pool, leaders, stage)
                     await self._changed.wait()
         raise NoLeader(
             f"{pool} pool: wanted an engine that takes requests within {self._max_wait_s:g} s, "
             f"found {self._states(pool)}"
         )
+
+    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
+        offers = [leader.offer(stage) for leader in leaders]
+        # A prefill engine hands a request over after one token.
+        num_outputs = 0 if pool == "prefill" else stage.max_outputs
+        request_id = stage.request.request_id
+        return leaders[
+            self._choosers[pool].choose(offers, request_id, stage.num_tokens, num_outputs)
+        ]
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether what is cached counts anywhere."""
+        return any(self._counts_prefixes(pool) for pool in self._choosers)
+
+    @property
+    def known_prefixes(self) -> dict[str, tuple[int, int]]:
+        """By the id of each engine whose prefix cache counts: its epoch, and the number of changes
+        that are known."""
+        return {
+            engine_id: leader.known_prefixes
+            for engine_id, leader in self._leaders.items()
+            if self._counts_prefixes(leader.report.pool) and not leader.is_lost
+        }
+
+    def _counts_prefixes(self, pool: str) -> bool:
+        # What a decode engine reads is cached there as well; it saves a read, and no computation.
+        return pool != "decode" and self._choosers[pool].routing is Routing.COST
 
     def last_end(self, engine_id: str) -> str:
         """Return how the last group of an engine that was lost ended, if the board has said so."""

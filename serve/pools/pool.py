@@ -63,9 +63,9 @@ class Pool:
             epoch=epoch,
         )
 
-    async def push(self, report: ReplicaReport, group: RankGroup) -> None:
+    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]:
         actors = [handle.actor for handle in group.handles if isinstance(handle, RayRank)]
-        await self._board.push(report, actors)
+        return await self._board.push(report, actors)
 
     async def final_failure(self) -> str:
         failed = await asyncio.to_thread(self._failed_starts.of, self._pool.name)

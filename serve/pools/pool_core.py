@@ -37,12 +37,13 @@ time. Figures of `/ready` are at most three quarters of a second old."""
 
 class PoolShell(Protocol):
     """What a replica needs of its surroundings. `new_group` makes ranks that do not load yet;
-    `push` shows a report on the status board. A failure that is noted is found by the replica in
-    this one's place, where `final_failure` returns its reason; `note_recovery` forgets one that was
-    not final."""
+    `push` shows a report on the status board; it returns by data-parallel rank which number the
+    board has of the changes in its leader's prefix cache. A failure that is noted is found by the
+    replica in this one's place, where `final_failure` returns its reason; `note_recovery` forgets
+    one that was not final."""
 
     def new_group(self, epoch: int) -> RankGroup: ...
-    async def push(self, report: ReplicaReport, group: RankGroup) -> None: ...
+    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]: ...
     async def final_failure(self) -> str: ...
     async def note_failure(self, reason: str, is_final: bool) -> None: ...
     async def note_recovery(self) -> None: ...
@@ -197,12 +198,14 @@ class PoolCore:
         reported, found, state = self.group, GroupReport([], []), self.state
         clock = asyncio.get_running_loop().time
         answered_at = entered_at = clock()
+        known_prefixes: dict[int, int] = {}
         while True:
             if self.group is not reported:  # the ranks of the one before are dead
                 reported, found = self.group, GroupReport([], [])
+                known_prefixes = {}
                 answered_at = clock()
             with suppress(TimeoutError, RankDied):
-                found = await reported.report()
+                found = await reported.report(known_prefixes)
                 answered_at = clock()
             # Loading imports torch, which keeps a rank from answering for seconds.
             if not found.ranks and self.state in ("loading", "restarting"):
@@ -233,5 +236,5 @@ class PoolCore:
                 targets=self._targets,
                 counts={("rank_restarts_total", rank): n for rank, n in self._restarts.items()},
             )
-            await self._shell.push(report, self.group)
+            known_prefixes = await self._shell.push(report, self.group)
             await asyncio.sleep(REPORT_PERIOD_S)

@@ -25,15 +25,20 @@ from itertools import count
 
 import msgspec
 
+from cluster.config import CacheConfig
+from cluster.engine.blocks import prompt_prefixes
+from cluster.engine.prefix_index import Prefix
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.event_loop import StreamBatcher
-from serve.pools.directory import Directory, Leader
+from serve.pools.directory import Directory, Leader, Stage
 from serve.pools.mailbox import Mailbox
 from serve.pools.quarantine import CrashHistory, Quarantine
 from serve.requests.records import SequenceRecord
 
 log = logging.getLogger("lockstep.router")
 
+HASHED_AT_ONCE = 64
+"""Blocks of a prompt that are hashed in the event loop."""
 MAX_PAUSE_S = 2.0
 """The longest pause between attempts; the first ones are shorter."""
 
@@ -55,12 +60,15 @@ class Router:
         first_pool: str,
         tick: StreamBatcher,
         quarantine: Quarantine | None = None,
+        *,
+        cache: CacheConfig | None = None,
     ) -> None:
-        """`tick`: which tokens wait for; first_pool: prefill or mixed."""
+        """`tick`: which tokens wait for; first_pool: prefill or mixed; cache: of all engines."""
         self._directory = directory
         self._first_pool = first_pool
         self._tick = tick
         self._quarantine = quarantine or Quarantine()
+        self._cache = cache or CacheConfig()
 
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord | None = None
@@ -68,6 +76,7 @@ class Router:
         """Yield the request's outputs; the last one has a finish reason. Closing the iterator
         aborts the request everywhere. `record` notes its way. NoLeader: none could take it."""
         record = record or SequenceRecord()
+        prefixes = await self._prefixes(request)
         outputs = list(request.output_token_ids)
         history = CrashHistory()
         for number in count():
@@ -78,7 +87,7 @@ class Router:
             )
             async with self._quarantine.attempt(history):
                 record.on_attempt()
-                async with aclosing(self._attempt(attempt, record)) as attempt_outputs:
+                async with aclosing(self._attempt(attempt, prefixes, record)) as attempt_outputs:
                     async for output in attempt_outputs:
                         output = _in_place(output, len(outputs))
                         if output.finish_reason in LOST:
@@ -99,8 +108,18 @@ class Router:
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
             log.warning("%s: %s; it is sent again", attempt.request_id, output.error)
 
+    async def _prefixes(self, request: GenerateRequest) -> list[Prefix]:
+        """Hash a request's prompt, if that says where it may be cached: some microseconds a block,
+        and so those of a long one beside the event loop."""
+        size = self._cache.block_size
+        if not (self._cache.enable_prefix_caching and self._directory.knows_prefixes):
+            return []
+        if len(request.prompt_token_ids) <= HASHED_AT_ONCE * size:
+            return prompt_prefixes(request, size)
+        return await asyncio.to_thread(prompt_prefixes, request, size)
+
     async def _attempt(
-        self, request: GenerateRequest, record: SequenceRecord
+        self, request: GenerateRequest, prefixes: list[Prefix], record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
         """Run the request on one engine after another; the last output says how it ended."""
         mailbox = Mailbox(request.request_id, self._tick)
@@ -110,11 +129,14 @@ class Router:
         has_ended = False
         try:
             while not has_ended:
-                leader = await self._directory.choose(pool)
+                request = msgspec.structs.replace(request, output_token_ids=list(so_far))
+                stage = Stage(
+                    request, handoff, self._cache.block_size, prefixes if handoff is None else ()
+                )
+                leader = await self._directory.choose(pool, stage)
                 is_first = all(each.report.pool != pool for each in leaders)
                 leaders.append(leader)
-                request = msgspec.structs.replace(request, output_token_ids=list(so_far))
-                leader.submit(request, handoff, mailbox)
+                leader.submit(stage, mailbox)
                 goes_on = False
                 while not (has_ended or goes_on):
                     output = await mailbox.get()

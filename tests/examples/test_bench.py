@@ -121,6 +121,17 @@ def test_servers_are_asked_in_turn_and_compared(
     assert "tokens/s" in printed and "b: ready after" in printed
 
 
+def test_cost_finds_more_of_shared_prefixes_and_answers_sooner_than_turns_do() -> None:
+    done = run("prefix_routing.py", "--requests", "400")
+    assert done.returncode == 0, done.stderr
+    shared, hot = (part.splitlines()[1:] for part in done.stdout.split("\n\n"))
+    found = {line[:26].strip(): [float(n) for n in line[26:].split()] for line in shared}
+    (hits, _, ttft_ms, _), turns = found["cost"], found["round_robin"]
+    assert hits > turns[0] and ttft_ms < turns[2], done.stdout
+    _, _, largest_queue = hot[0].split()
+    assert float(largest_queue) < 1.5, done.stdout
+
+
 def test_a_server_that_ends_is_told() -> None:
     done = run("streams.py", "--server", "none", "http://127.0.0.1:9", "false")
     assert done.returncode == 1

@@ -28,6 +28,7 @@ TRACES = "tests/cluster/engine/test_random_traces.py"
 AHEAD = "tests/serve/test_llm_overlap.py"
 WIRED = "tests/serve/test_wired.py"
 SIMULATED = "tests/simulation/test_simulation.py::test_no_schedule_hangs_or_loses_a_token"
+PREFIXES = "tests/serve/pools/test_prefix_routing.py"
 REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
 
@@ -439,8 +440,30 @@ MUTATIONS = (
     Mutation(
         "A pool's first leader is chosen for every request (P08).",
         "serve/pools/chooser.py",
-        {"return min(in_turn, key=costs.__getitem__)": "return 0"},
-        (WIRED,),
+        {"return max(equal, key=lambda i: _rank(request_id, offers[i].engine_id))": "return 0"},
+        (WIRED, PREFIXES),
+    ),
+    Mutation(
+        "A leader gets a request however much more than others it has queued (P08).",
+        "serve/pools/chooser.py",
+        {"if queue_s[i] > MAX_QUEUE_TIMES * mean_s + num_tokens * prompt_s[i]:": "if False:"},
+        ("tests/serve/pools/test_chooser.py",),
+    ),
+    Mutation(
+        "What an ingress has just submitted is not expected to be cached there (P08).",
+        "serve/pools/directory.py",
+        {
+            "return prefix in self._prefixes or prefix in self._expected": (
+                "return prefix in self._prefixes"
+            )
+        },
+        (PREFIXES,),
+    ),
+    Mutation(
+        "An ingress does not hear what is cached where (P08).",
+        "serve/pools/directory.py",
+        {"self._prefixes.apply(report.prefixes)": "pass"},
+        (PREFIXES,),
     ),
     Mutation(
         "A pool has one replica, however many it is configured with (R01, R21).",

@@ -368,7 +368,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             {"decode.placement_strategy": "NEAR"},
             "decode.placement_strategy: wanted STRICT_PACK, PACK, SPREAD or STRICT_SPREAD, found",
         ),
-        ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
+        ({"decode.routing": "random"}, "decode.routing: wanted one of cost, round_robin"),
         ({"reasoning_parser": "gpt"}, "reasoning_parser: wanted one of "),
         ({"tool_call_parser": "gpt"}, "tool_call_parser: wanted one of "),
         ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -82,15 +83,21 @@ class SimHandle:
         self._loop.after(late_s, self._rank.process.call, _answer, answer, question)
         return answer
 
-    def stats(self) -> Awaitable[CallEnd]:
-        return self._asked(self._figures)
+    def stats(self, prefixes_since: int | None) -> Awaitable[CallEnd]:
+        return self._asked(partial(self._figures, prefixes_since))
 
-    def _figures(self) -> tuple[RankStats, None, Counts]:
+    def _figures(self, prefixes_since: int | None) -> tuple[RankStats, None, Counts]:
         rank = self._rank
-        load = rank.scheduler.stats() if isinstance(rank, SimLeader) else SchedulerStats()
+        load, prefixes = SchedulerStats(), None
+        if isinstance(rank, SimLeader):
+            load = rank.scheduler.stats()
+            if prefixes_since is not None:
+                prefixes = rank.prefix_feed.since(prefixes_since)
         state = "ready" if rank.is_running else "loading"
         place = self._group.places[rank.index]
-        return RankStats(place, rank.index, "node", state, scheduler=load), None, {}
+        token_s = rank.step_stats.token_s()
+        stats = RankStats(place, rank.index, "node", state, 0, load, token_s, prefixes)
+        return stats, None, {}
 
     def stop(self) -> None:
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"

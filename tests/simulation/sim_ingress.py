@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from errno import EHOSTUNREACH
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ import zmq
 from sim_loop import Violation
 from sim_schedule import Fault
 
-from cluster.actors.reports import LeaderReport, ReplicaReport, leaders_of
+from cluster.actors.reports import CachedPrefixes, LeaderReport, ReplicaReport, leaders_of
 from cluster.rank.leader import Inbox
 from cluster.rank.output_sender import OutputSender
 from cluster.wire.messages import (
@@ -264,19 +264,23 @@ class SimBoard:
     def __init__(self, world: World) -> None:
         self._loop, self._random = world.loop, world.rng.random
         self._reports: dict[tuple[str, str], tuple[float, ReplicaReport]] = {}
+        self._prefixes = CachedPrefixes()
         self._silent_until = self._late_until = 0.0
         self.trouble_until = 0.0
         """What happened before it may not be known yet at the ingress."""
 
-    async def push(self, report: ReplicaReport) -> None:
+    async def push(self, report: ReplicaReport) -> dict[int, int]:
         await self._on_the_way()
+        report, known_prefixes = self._prefixes.take(report)
         self._reports[report.pool, report.replica_id] = self._loop.now, report
         await self._on_the_way()
+        return known_prefixes
 
     def remove(self, pool: str, replica_id: str) -> None:
         self._reports.pop((pool, replica_id), None)
+        self._prefixes.forget(pool, replica_id)
 
-    async def poll(self) -> list[LeaderReport]:
+    async def poll(self, known: Mapping[str, tuple[int, int]]) -> list[LeaderReport]:
         """Return all leaders; TimeoutError if it does not answer."""
         if self._loop.now < self._silent_until:
             await asyncio.sleep(POLL_S)
@@ -290,7 +294,8 @@ class SimBoard:
         if self._loop.now < self._late_until:
             await asyncio.sleep(0.2 + self._random())
         await self._on_the_way()
-        return [leader for report in found for leader in leaders_of(report)]
+        leaders = [leader for report in found for leader in leaders_of(report)]
+        return [self._prefixes.add_to(leader, known) for leader in leaders]
 
     async def _on_the_way(self) -> None:
         late_s = max(0.0, self._silent_until - self._loop.now)
@@ -306,5 +311,6 @@ class SimBoard:
                 until += 1.2
             case "new board":
                 self._reports.clear()
+                self._prefixes = CachedPrefixes()
                 until = self._loop.now
         self.trouble_until = max(self.trouble_until, until)

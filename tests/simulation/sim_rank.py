@@ -30,6 +30,7 @@ from cluster.engine.divergence import StepDigester
 from cluster.engine.engine import Engine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
+from cluster.engine.prefix_index import PrefixFeed
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
@@ -336,7 +337,13 @@ class SimLeader(SimRank):
 
     def _scheduler(self) -> Scheduler:
         schedule = self.group.schedule
-        blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
+        self.prefix_feed = PrefixFeed()
+        blocks = BlockManager(
+            schedule.num_blocks,
+            schedule.block_size,
+            schedule.is_caching,
+            changes=self.prefix_feed.changes,
+        )
         terms = handoff_terms(self.group, self.dp_rank)
         scheduler: Scheduler = self.group.plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),

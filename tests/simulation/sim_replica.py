@@ -108,8 +108,8 @@ class SimReplica:
         group: RankGroup = self._world.plants.group(self._world, self, epoch)
         return group
 
-    async def push(self, report: ReplicaReport, group: RankGroup) -> None:
-        await self._world.board.push(report)
+    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]:
+        return await self._world.board.push(report)
 
     async def final_failure(self) -> str:
         return ""

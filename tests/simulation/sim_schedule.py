@@ -197,7 +197,7 @@ def draw_schedule(seed: int) -> Schedule:
         max_num_seqs=rng.choice((3, 4, 8)),
         budget=rng.choice((8, 12, 32)),
         is_caching=rng.random() < 0.5,
-        routing=rng.choice(("round_robin", "least_requests", "least_tokens")),
+        routing=rng.choice(("cost", "round_robin", "least_requests", "least_tokens")),
         delay_s=rng.choice((0.00005, 0.0005, 0.005)),
         kv_delay_s=rng.choice((0.001, 0.03)),
         lease_s=lease_s,

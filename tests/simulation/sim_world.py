@@ -64,6 +64,7 @@ from sim_schedule import (
 )
 
 from cluster.actors.rank_group import STATS_TIMEOUT_S
+from cluster.config import CacheConfig
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
@@ -258,7 +259,9 @@ class World:
             config_hash=CONFIG_HASH,
             max_wait_s=self.schedule.max_wait_s,
         )
-        self.router = self.plants.router(self.directory, self.schedule.groups[0].pool, tick)
+        schedule = self.schedule
+        cache = CacheConfig(schedule.block_size, enable_prefix_caching=schedule.is_caching)
+        self.router = self.plants.router(self.directory, schedule.groups[0].pool, tick, cache=cache)
         self._main_task = self._spawn(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
@@ -327,7 +330,7 @@ class World:
 
     async def _refresh(self) -> None:
         with suppress(TimeoutError):
-            self.directory.see(await self.board.poll())
+            self.directory.see(await self.board.poll(self.directory.known_prefixes))
 
     def _extra(self, i: int) -> Arrival:
         is_long = bool(self._serving) and not all(task.done() for task in self._serving)

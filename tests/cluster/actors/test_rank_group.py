@@ -46,7 +46,7 @@ class Rank:
     async def heartbeat(self) -> CallEnd:
         return self._beat or await _after(None)
 
-    async def stats(self) -> CallEnd:
+    async def stats(self, prefixes_since: int | None) -> CallEnd:
         raise NotImplementedError
 
     def stop(self) -> None:

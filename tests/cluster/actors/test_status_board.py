@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from cluster.actors import status_board as board_module
 from cluster.actors.reports import GroupReport, IngressReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
+from cluster.engine.prefix_index import PREFIX_BYTES, PrefixFeed, PrefixUpdate
 from cluster.group.context import RankPlace, RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
@@ -130,3 +132,44 @@ def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_
     ]
     board.remove("mixed", "a")
     assert [leader.replica_id for leader in board.poll(report("i"))["leaders"]] == ["b"]
+
+
+@pytest.mark.feature("P08")
+def test_what_leaders_have_cached_goes_through_once_and_whole_to_who_is_new() -> None:
+    """A replica hears what the board knows, and an ingress gets what it lacks."""
+    board, feed = StatusBoard(["mixed"]), PrefixFeed()
+
+    def push(epoch: int, since: int | None) -> dict[int, int]:
+        update = None if since is None else feed.since(since)
+        rank = RankStats(RankPlace(0, 0, epoch), 7, "node", "ready", prefixes=update)
+        where: dict[str, Any] = {"epoch": epoch, "inboxes": ("tcp://1",), "config_hash": "ours"}
+        return board.push(ReplicaReport("mixed", "a", "ready", GroupReport([rank], []), **where))
+
+    def polled(known: tuple[int, int] | None) -> PrefixUpdate | None:
+        wanted = {} if known is None else {"mixed/a/0": known}
+        [leader] = board.poll(replace(report("i"), known_prefixes=wanted))["leaders"]
+        found: PrefixUpdate | None = leader.prefixes
+        return found
+
+    def sizes(update: PrefixUpdate | None) -> tuple[int, int]:
+        assert update is not None
+        return len(update.added) // PREFIX_BYTES, len(update.removed) // PREFIX_BYTES
+
+    feed.changes += [(bytes([i]) * 16, True) for i in range(50)]
+    assert push(3, None) == {0: 0}
+    assert push(3, 0) == {0: 50}
+    assert polled(None) is None, "it does not ask"
+    assert polled((2, 50)) is None, "it does not know of this epoch yet"
+    assert sizes(polled((3, 0))) == (50, 0) and polled((3, 50)) is None
+    feed.changes += [(bytes([60]) * 16, True), (bytes([3]) * 16, False)]
+    assert push(3, 50) == {0: 52}
+    assert sizes(polled((3, 50))) == (1, 1) and sizes(polled((3, 0))) == (50, 0)
+    # The board that took its place knows nothing, and says so.
+    board = StatusBoard(["mixed"])
+    assert push(3, 52) == {0: 0} and push(3, 0) == {0: 52}
+    assert sizes(polled((3, 50))) == (50, 0)
+    feed = PrefixFeed()
+    assert push(4, 0) == {0: 0}, "the ranks of another epoch have cached nothing"
+    assert polled((3, 52)) is None
+    board.remove("mixed", "a")
+    assert push(4, None) == {0: 0}

@@ -99,5 +99,5 @@ def test_ready_shows_a_rank_without_nesting_and_without_what_metrics_alone_show(
     place, scheduler = RankPlace(1, 0, 2), SchedulerStats(3, num_preemptions=4)
     shown = RankStats(place, pid=5, node="n", state="ready", scheduler=scheduler).to_dict()
     wanted = {"dp_rank": 1, "tp_rank": 0, "epoch": 2, "num_running": 3, "pid": 5}
-    assert wanted.items() <= shown.items() and len(shown) == 18
+    assert wanted.items() <= shown.items() and len(shown) == 19
     assert not {"place", "scheduler", "num_preemptions", "prefix_queries"} & set(shown)

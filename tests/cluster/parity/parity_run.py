@@ -29,7 +29,7 @@ from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
 from cluster.wire.messages import Submit
 from compile.counters import counter
-from serve.pools.directory import Directory
+from serve.pools.directory import Directory, Stage
 from serve.pools.directory import Leader as ChosenLeader
 from serve.pools.router import Router
 
@@ -145,7 +145,7 @@ class UnevenDirectory(Directory):
         self._rng = random.Random(1)
         self._num_chosen: Counter[str] = Counter()
 
-    async def choose(self, pool: str) -> ChosenLeader:
+    async def choose(self, pool: str, stage: Stage) -> ChosenLeader:
         leaders = self._able(pool)
         favoured = self._num_chosen[pool] // 8 % 2 * (len(leaders) - 1)
         self._num_chosen[pool] += 1

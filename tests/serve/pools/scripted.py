@@ -21,13 +21,17 @@ from cluster.wire.messages import (
     decode,
 )
 from serve.pools.chooser import Routing
-from serve.pools.directory import Directory, Leader
+from serve.pools.directory import Directory, Leader, Stage
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
 
 
 def request_of(request_id: str = "r", prompt: list[int] | None = None) -> GenerateRequest:
     return GenerateRequest(request_id, prompt or [1, 2], [], GREEDY, b"")
+
+
+def stage_of(request_id: str = "r", prompt: list[int] | None = None) -> Stage:
+    return Stage(request_of(request_id, prompt), None, 16)
 
 
 def output_of(

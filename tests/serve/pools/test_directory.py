@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 import pytest
-from scripted import Connections, output_of, report_of, request_of
+from scripted import Connections, output_of, report_of, stage_of
 
 from cluster.actors.reports import LeaderReport
 from cluster.wire.messages import MAX_ABORTS, Hello, Leave
@@ -22,14 +22,14 @@ def mailbox_of(request_id: str = "r") -> Mailbox:
 
 async def submit(connections: Connections, request_id: str, pool: str = "mixed") -> Mailbox:
     """Submit a request to the leader that is chosen; return where its outputs go."""
-    leader = await connections.directory.choose(pool)
-    mailbox = mailbox_of(request_id)
-    leader.submit(request_of(request_id), None, mailbox)
+    stage, mailbox = stage_of(request_id), mailbox_of(request_id)
+    leader = await connections.directory.choose(pool, stage)
+    leader.submit(stage, mailbox)
     return mailbox
 
 
 async def chosen(connections: Connections, number: int) -> list[str]:
-    leaders = [await connections.directory.choose("mixed") for _ in range(number)]
+    leaders = [await connections.directory.choose("mixed", stage_of()) for _ in range(number)]
     return [leader.report.engine_id for leader in leaders]
 
 
@@ -108,7 +108,7 @@ async def test_a_leader_is_chosen_once_it_is_reported_ready_and_has_answered() -
     )
     assert list(connections.newest) == ["mixed/silent/0"]
     with pytest.raises(NoLeader, match=r"^mixed pool: wanted an engine that takes requests within"):
-        await connections.directory.choose("mixed")
+        await connections.directory.choose("mixed", stage_of())
     connections["mixed/silent/0"].leader.on_welcome()
     assert await chosen(connections, 2) == ["mixed/silent/0"] * 2
 
@@ -158,15 +158,17 @@ async def test_who_has_waited_for_a_leader_long_enough_is_told_how_they_are() ->
     with pytest.raises(
         NoLeader, match=r"mixed pool: .* within 0\.05 s, found none, /ready tells why"
     ):
-        await connections.directory.choose("mixed")
+        await connections.directory.choose("mixed", stage_of())
     assert loop.time() - began >= 0.05
     connections.see(report_of(epoch=3), report_of(replica="b"), report_of("decode"))
     connections.see(report_of(epoch=3, state="stuck"), report_of(replica="b"))
     connections["mixed/b/0"].leader.on_end("its connection ended")
     wanted = r"found mixed/r/0 epoch=3 stuck, mixed/b/0 epoch=0 lost$"
     with pytest.raises(NoLeader, match=wanted):
-        await connections.directory.choose("mixed")
-    assert (await connections.directory.choose("decode")).report.engine_id == "decode/r/0"
+        await connections.directory.choose("mixed", stage_of())
+    assert (
+        await connections.directory.choose("decode", stage_of())
+    ).report.engine_id == "decode/r/0"
 
 
 # --- epochs, and leaders that are lost ---
@@ -188,7 +190,7 @@ async def test_a_leader_that_was_rebuilt_is_connected_to_anew_and_its_requests_a
     # What was reported before comes late, and says nothing.
     connections.see(report_of(epoch=1, state="stuck", last_end=""))
     assert connections["mixed/r/0"] is new
-    assert (await connections.directory.choose("mixed")).report.epoch == 2
+    assert (await connections.directory.choose("mixed", stage_of())).report.epoch == 2
 
 
 async def test_all_that_a_leader_ran_is_lost_with_its_connection_and_once() -> None:
@@ -219,12 +221,12 @@ async def test_a_lost_leader_is_chosen_once_it_is_reported_and_has_answered_agai
     connections.see(report_of())
     connections["mixed/r/0"].leader.on_end("its connection ended")
     with pytest.raises(NoLeader):
-        await connections.directory.choose("mixed")
+        await connections.directory.choose("mixed", stage_of())
     connections.silent = {"mixed/r/0"}
     connections.see(report_of())  # the board may not have heard of it yet
     assert len(connections.all) == 2
     with pytest.raises(NoLeader):
-        await connections.directory.choose("mixed")
+        await connections.directory.choose("mixed", stage_of())
     connections.see(report_of())
     assert len(connections.all) == 2, "it is being connected to"
     connections["mixed/r/0"].leader.on_welcome()
@@ -287,8 +289,8 @@ async def test_outputs_for_a_mailbox_that_was_let_go_are_dropped() -> None:
 async def test_tokens_of_what_runs_are_counted_as_they_came() -> None:
     connections = Connections({"mixed": Routing.LEAST_TOKENS})
     connections.see(report_of(replica="a"), report_of(replica="b"))
-    leader = await connections.directory.choose("mixed")
-    leader.submit(request_of("long", [1] * 100), None, mailbox_of())
+    leader = await connections.directory.choose("mixed", stage_of())
+    leader.submit(stage_of("long", [1] * 100), mailbox_of())
     assert await chosen(connections, 3) == ["mixed/b/0"] * 3
     leader.deliver(output_of(0, [5], "stop", "long"))
     assert set(await chosen(connections, 2)) == {"mixed/a/0", "mixed/b/0"}

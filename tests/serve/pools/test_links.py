@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from scripted import output_of, report_of, request_of
+from scripted import output_of, report_of, request_of, stage_of
 
 from cluster.config import EngineConfig
 from cluster.group.context import RankContext, RankPlace
@@ -129,8 +129,9 @@ class Ingress:
         return self.directory._leaders[ENGINE_ID]
 
     async def submit(self, name: str, prompt: list[int] | None = None) -> Mailbox:
-        leader, mailbox = await self.directory.choose("mixed"), Mailbox(name, StreamBatcher())
-        leader.submit(request_of(name, prompt), None, mailbox)
+        stage, mailbox = stage_of(name, prompt), Mailbox(name, StreamBatcher())
+        leader = await self.directory.choose("mixed", stage)
+        leader.submit(stage, mailbox)
         return mailbox
 
 

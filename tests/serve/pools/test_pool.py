@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.actors.rank_group import RankDied
 from cluster.actors.reports import GroupReport, LeaderReport, ReplicaReport, leaders_of
@@ -18,7 +15,7 @@ from cluster.group.context import RankPlace, RankStats
 from cluster.observe.metrics import SchedulerStats
 from serve.config import deploy_config
 from serve.pools import pool_core
-from serve.pools.chooser import Chooser, Routing
+from serve.pools.chooser import Routing
 from serve.pools.pool_core import IDLE_REPORTS, PoolCore
 
 ENDED = "rank dp=0 tp=0 epoch=0 ended"
@@ -38,7 +35,7 @@ class Group:
         self._start = start
         self.loads = [SchedulerStats()] * (1 - epoch)
 
-    async def report(self) -> GroupReport:
+    async def report(self, prefixes_since: Mapping[int, int] | None = None) -> GroupReport:
         if not self.loads:
             raise TimeoutError
         rank = RankStats(
@@ -88,8 +85,9 @@ class Shell:
         self.groups[-1].ended.set()
         return self.is_next_ready
 
-    async def push(self, report: ReplicaReport, group: Any) -> None:
+    async def push(self, report: ReplicaReport, group: Any) -> dict[int, int]:
         self.reports.append(report)
+        return {}
 
     async def final_failure(self) -> str:
         return ""
@@ -281,56 +279,7 @@ async def test_a_pool_that_is_stopped_while_it_fails_is_not_failed() -> None:
     assert shell.noted == [("stopping", "final", VERDICT)] and shell.core.state == "stopping"
 
 
-# Requests spread over leaders: balanced, and equal ones take turns.
-
-# What comes: a request of so many tokens, or the end of one that runs.
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("come"), st.integers(1, 500)), st.tuples(st.just("end"), st.integers(0))
-    ),
-    max_size=60,
-)
-
-
-@dataclass
-class Load:
-    num_requests: int = 0
-    num_tokens: int = 0
-
-
-@pytest.mark.feature("P08")
-@given(st.sampled_from(Routing), st.integers(1, 5), EVENTS)
-def test_a_request_goes_to_a_least_loaded_leader(
-    routing: Routing, num_leaders: int, events: list[tuple[str, int]]
-) -> None:
-    chooser, loads = Chooser(routing), [Load() for _ in range(num_leaders)]
-    running: list[tuple[Load, int]] = []
-    costs: dict[Routing, Callable[[Load], int]] = {
-        Routing.ROUND_ROBIN: lambda load: 0,
-        Routing.LEAST_REQUESTS: lambda load: load.num_requests,
-        Routing.LEAST_TOKENS: lambda load: load.num_tokens,
-    }
-    for what, value in events:
-        if what == "come":
-            chosen = loads[chooser.choose(loads)]
-            assert costs[routing](chosen) == min(map(costs[routing], loads))
-            chosen.num_requests += 1
-            chosen.num_tokens += value
-            running.append((chosen, value))
-        elif running:
-            ended, tokens = running.pop(value % len(running))
-            ended.num_requests -= 1
-            ended.num_tokens -= tokens
-
-
-@pytest.mark.feature("P08")
-@pytest.mark.parametrize("routing", Routing)
-def test_equal_leaders_take_turns_however_soon_requests_end(routing: Routing) -> None:
-    chooser, loads = Chooser(routing), [Load() for _ in range(3)]
-    assert [chooser.choose(loads) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
 @pytest.mark.feature("P08")
 def test_each_pool_has_a_routing_of_its_own() -> None:
     config = deploy_config({"prefill.routing": "least_tokens"})
-    assert [pool.routing for pool in config.pools] == [Routing.LEAST_TOKENS, Routing.LEAST_REQUESTS]
+    assert [pool.routing for pool in config.pools] == [Routing.LEAST_TOKENS, Routing.COST]
