@@ -376,14 +376,14 @@ MUTATIONS = (
     Mutation(
         "A leader is chosen before it has answered, or after its connection has ended.",
         "serve/pools/directory.py",
-        {'return self._is_welcome and self.report.state == "ready"': "return True"},
+        {"return self._is_welcome and self.report.state == state": "return True"},
         (SIMULATED,),
     ),
     Mutation(
         "A leader is chosen that drains.",
         "serve/pools/directory.py",
         {
-            'return self._is_welcome and self.report.state == "ready"': (
+            "return self._is_welcome and self.report.state == state": (
                 'return self._is_welcome and self.report.state in ("ready", "draining")'
             )
         },

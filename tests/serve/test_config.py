@@ -261,7 +261,7 @@ def test_a_pool_has_every_setting_of_its_own_and_others_of_the_application() -> 
     engine, placement = decode.engine, decode.placement
     assert engine.scheduler == SchedulerConfig(8, 128)
     assert engine.cache == CacheConfig(16, 200, 64 << 20, 0.5)
-    assert (engine.threads, decode.max_running) == (3, 8)
+    assert (engine.threads, decode.replica_places) == (3, 8)
     assert (engine.compilation.level, engine.compilation.use_cudagraph) == (2, False)
     bundle = {"CPU": 2, "GPU": 0.5, "accelerator_type:H100": 0.001}
     assert placement.bundles(engine.parallel) == [bundle]

@@ -78,7 +78,7 @@ async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_on
     assert is_replacing(old())
     assert is_replacing(old(), report_of(state="loading"))
     with pytest.raises(NoLeader):
-        await connections.directory.choose("mixed")
+        await connections.directory.choose("mixed", stage_of())
     assert not is_replacing(old(state="draining"), report_of(state="loading"))
     assert not is_replacing(old(), report_of())
     assert not is_replacing() and connections.directory.has_served
@@ -91,7 +91,7 @@ async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
     connections.see(report_of(), others(state="loading"))
     connections.see(report_of(state="draining"), others(state="loading"))
     with pytest.raises(NoLeader):  # its own successor may come yet
-        await connections.directory.choose("mixed")
+        await connections.directory.choose("mixed", stage_of())
     connections.see(report_of(state="draining"), others())
     assert await chosen(connections, 2) == ["mixed/r/0"] * 2
     assert not [each for each in connections["mixed/r/0"].sent if isinstance(each, Leave)]
