@@ -8,16 +8,16 @@
 5. A group that serves while it compiles has gone over to its graphs, all ranks at the same steps.
 6. An aborted request gets no token any more, no token of a step leaves that ranks were told
    different things about, and in the end all blocks are free and no handoff is held.
-7. A request is given up only if no replica could take it while it waited. Where one is healthy, it
-   is submitted within `MAX_PAUSE_S` of its arrival, of its last output, or of when the ingress must
-   know that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
+7. A request is given up only if no replica has been healthy for `MAX_PAUSE_S`. Where one is, it is
+   submitted within that time of its arrival, of its last output, or of when the ingress must know
+   that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
+8. A client that leaves is told of to all who may have some of its request, and a connection that
+   has not ended is kept.
 9. Where a replica of its pool is healthy, one that drains lets go of what it runs: each request
    leaves with its next token, and goes on elsewhere under the same attempt, which a loss alone
    ends. If nothing else strikes and leaders have room, the replica is empty, and each request has
    its next token, in bounded time (`_check_move`, `on_drained`). Nobody is told to leave if all
    others drain as well.
-8. A client that leaves is told of to all who may have some of its request, and a connection that
-   has not ended is kept.
 
 The first `Violation` ends a simulation; `run_schedule` never raises.
 """
