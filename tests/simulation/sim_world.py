@@ -223,7 +223,7 @@ class World:
         self._moved: dict[str, tuple[float, int]] = {}
         """By request when it left who drained, and its tokens then; until its next one."""
         self._crowded: set[SimReplica] = set()
-        """Those that had more to let go of than fits into a leader at once."""
+        """Those that had more to let go of than fits into a leader at once, where it is or goes."""
         self._troubled_until = 0.0
         """Until what struck last, drains apart, is over."""
         self._arrives_at: dict[Any, float] = {}
@@ -504,8 +504,8 @@ class World:
         if attempt != self._attempts.get(request_id):
             way.clear()
             self._moved.pop(request_id, None)
-        elif request_id in self._moved and not self.has_room(connection):
-            del self._moved[request_id]
+        elif not self.has_room(connection):
+            self._moved.pop(request_id, None)
             self._crowded.add(way[-1].rank.group.replica)
         way.append(connection)
         self._attempts[request_id] = attempt
