@@ -65,6 +65,12 @@ MUTATIONS = (
         (TRACES, AHEAD),
     ),
     Mutation(
+        "That handed over KV was read is told with the next token alone (P17).",
+        "cluster/engine/scheduler.py",
+        {"                self._emit(seq, FinishReason.NONE)\n": ""},
+        ("tests/cluster/engine/test_handoff.py",),
+    ),
+    Mutation(
         "Penalties count tokens before those that the host did not know are in place (T04).",
         "cluster/rank/inputs.py",
         {

@@ -84,7 +84,13 @@ class Tally:
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
         names += ["had: handoff"] * bool(outcome.num_handoffs)
         names += ["had: moves"] * bool(outcome.moves)
-        names += [f"moves: {loop}, {what}" for what, n in sorted(outcome.moves.items()) if n]
+        names += [f"moves: {pool}" for pool in sorted(outcome.moves)]
+        if outcome.moves:
+            names += ["moves beside: pre-emption"] * bool(outcome.num_preemptions)
+            names += ["moves beside: a rebuild"] * bool(outcome.num_restarts)
+        if outcome.num_moves_with_kv:
+            names.append(f"moves with KV: {loop}, {beside} the host")
+        names += ["moves with KV: lost on its way"] * bool(outcome.num_lost_moves)
         names += [f"judged: {what}" for what in sorted(outcome.num_judged)]
         names.append(f"outcome: {finding.kind if finding else 'holds'}")
         self.counts.update(names)
@@ -95,8 +101,9 @@ class Tally:
             attempts=outcome.num_resubmitted,
             preemptions=outcome.num_preemptions,
             handoffs=outcome.num_handoffs,
-            moves=outcome.moves.total() - outcome.moves["with KV"],
-            moves_with_kv=outcome.moves["with KV"],
+            moves=outcome.moves.total(),
+            moves_with_kv=outcome.num_moves_with_kv,
+            lost_moves=outcome.num_lost_moves,
             steps=outcome.num_steps,
             simulated_s=round(outcome.simulated_s),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -274,10 +275,12 @@ class SimGroup(RankGroup):
     def is_target(self, fault: Fault) -> bool:
         return fault.pool == self.pool and self.world.target(fault) is self.replica
 
-    def strike(self, fault: Fault) -> None:
-        self.struck.append(fault)
+    def strike(self, fault: Fault, rank: SimRank | None = None) -> None:
+        """Note that a fault strikes, its own rank or the one that it met."""
+        index = fault.rank if rank is None else rank.index
+        self.struck.append(replace(fault, rank=index))
         own_s, others_s = found_within(fault)
-        self._found_by.append((fault.rank, self.loop.now + own_s, self.loop.now + others_s))
+        self._found_by.append((index, self.loop.now + own_s, self.loop.now + others_s))
         if fault.kind not in BOARD:
             self.replica.strike(fault, is_fatal=fault.kind in FATAL, lasts_s=others_s)
         if fault.kind not in DRAINS:
@@ -311,14 +314,18 @@ class SimGroup(RankGroup):
                 self._signal(rank, fault)
                 process.sleep(0.0)
 
-    def on_transfer(self, rank: SimRank) -> None:
+    def on_transfer(self, rank: SimRank, peer: SimRank) -> None:
         """A rank's transfer makes or takes a call: let the next fault strike if it is due here."""
         fault = self.world.fault
-        if fault is None or not fault.in_transfer or fault.rank != rank.index:
+        if fault is None or not fault.in_transfer or rank.process.is_dead:
             return
-        is_due = self.is_target(fault) and rank.last_step + 1 >= fault.step
-        if is_due and not rank.process.is_dead:
-            self.strike(fault)
+        if fault.in_move:
+            is_due = fault.pool == self.pool == peer.group.pool
+        else:
+            is_due = self.is_target(fault) and fault.rank == rank.index
+            is_due = is_due and rank.last_step + 1 >= fault.step
+        if is_due:
+            self.strike(fault, rank)
             self._signal(rank, fault)
 
     def _signal(self, rank: SimRank, fault: Fault) -> None:

@@ -208,8 +208,6 @@ class SimInbox(Inbox):
         self.socket: Any = self
         self.address = leader.inbox_address
         self.frames: deque[tuple[bytes, bytes]] = deque()
-        self._unsent: set[str] = set()
-        """Requests with a token that could not be sent."""
 
     def take(self) -> Iterator[tuple[bytes, Any]]:
         while self.frames:
@@ -226,19 +224,7 @@ class SimInbox(Inbox):
 
     def send_multipart(self, parts: tuple[bytes, bytes], flags: int) -> None:
         peer, body = parts
-        try:
-            self._world.connections[peer].put(body)
-        except zmq.ZMQError:
-            self._note_unsent(decode(body, OutputFrame))
-            raise
-
-    def _note_unsent(self, frame: OutputFrame) -> None:
-        outputs = [decode(encoded, EngineOutput) for encoded in frame.outputs]
-        for request_id in [output.request_id for output in outputs if output.token_ids]:
-            if request_id in self._unsent:
-                text = f"{self._leader.name}: {request_id} got one more token"
-                raise Violation("runs for nobody", text)
-            self._unsent.add(request_id)
+        self._world.connections[peer].put(body)
 
     def close(self) -> None:
         self._leader.is_gone = True
@@ -255,6 +241,10 @@ class SimOutputSender(OutputSender):
 
     def send(self, outputs: list[EngineOutput]) -> list[str]:
         self._leader.on_outputs(outputs)
+        for output in outputs:
+            if output.token_ids and not self.expects(output.request_id):
+                text = f"{self._leader.name}: {output.request_id} got one more token"
+                raise Violation("runs for nobody", text)
         return super().send(outputs)
 
 

@@ -118,7 +118,7 @@ class SimServer(KVServer):
         """The blocks and generations of the handoff that the call under way is for."""
 
     def on_call(self, puller: SimPuller, call_id: bytes, body: bytes) -> None:
-        self._rank.group.on_transfer(self._rank)
+        self._rank.group.on_transfer(self._rank, puller._rank)
         self._rank.process.call(self._take, puller, call_id, body)
 
     def _take(self, puller: Any, call_id: bytes, body: bytes) -> None:
@@ -189,10 +189,10 @@ class SimPuller(KVPuller):
         return answers
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        self._rank.group.on_transfer(self._rank)
-        server = self._world.rank_at(source.address).server
+        holder = self._world.rank_at(source.address)
+        self._rank.group.on_transfer(self._rank, holder)
         args = self, self._ids.next(), encode(call)
-        self._world.send_kv(self.address, source.address, server.on_call, *args)
+        self._world.send_kv(self.address, source.address, holder.server.on_call, *args)
 
     def is_mapped(self, source: KVSource) -> bool:
         return self._world.schedule.is_mapped

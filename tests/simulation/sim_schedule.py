@@ -91,6 +91,8 @@ class Fault:
     phase: Phase
     in_transfer: bool
     """It strikes when the rank next reads KV or lets it be read, and not in a phase."""
+    in_move: bool
+    """That is the next rank of the pool that does so for a request that leaves who drains."""
     delay_s: float
     """Between that and a signal, so that it strikes anywhere in a step."""
     duration_s: float
@@ -105,6 +107,8 @@ class Fault:
 
     @property
     def name(self) -> str:
+        if self.in_move:
+            return f"{self.kind} in a move"
         is_both = self.in_transfer and self.kind != LOST_CALLS
         return f"{self.kind} in a transfer" if is_both else self.kind
 
@@ -261,6 +265,14 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
         _draw_fault(rng, kind, rng.choice(groups), has_reads=not is_mixed or DRAIN in kinds[:i])
         for i, kind in enumerate(kinds)
     ]
+    drains = [i for i, kind in enumerate(kinds) if kind == DRAIN]
+    kind = rng.choice((*IN_TRANSFER, LOST_CALLS))
+    num_losses = sum(_num_losses(each, True, lease_s) for each in [*kinds, kind])
+    if drains and num_losses <= MAX_LOSSES:
+        i = rng.choice(drains)
+        shape = next(shape for shape in groups if shape.pool == faults[i].pool)
+        kinds.insert(i + 1, kind)
+        faults.insert(i + 1, _draw_fault(rng, kind, shape, in_move=True))
     if (deadly := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
         i = rng.choice(deadly)
         pool = faults[i].pool
@@ -277,10 +289,17 @@ def _num_losses(kind: str, has_reads: bool, lease_s: float) -> int:
     return 2 if kind == "stop" or (kind in LATE and has_reads) else 1
 
 
-def _draw_fault(rng: random.Random, kind: str, shape: Shape, *, has_reads: bool = False) -> Fault:
+def _draw_fault(
+    rng: random.Random,
+    kind: str,
+    shape: Shape,
+    *,
+    has_reads: bool = False,
+    in_move: bool = False,
+) -> Fault:
     """Return a fault in one of a pool's replicas; has_reads: some rank has read KV by then."""
     rank, peer = rng.randrange(shape.num_ranks), -1
-    in_transfer = kind == LOST_CALLS
+    in_transfer = kind == LOST_CALLS or in_move
     if kind in IN_TRANSFER and has_reads:
         in_transfer = rng.random() < 0.5
     longest_s = LONG_S if kind == LOST_CALLS else SHORT_S
@@ -300,12 +319,13 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape, *, has_reads: bool 
         step=rng.randint(2, 6 if kind in DRAINS else 14),
         phase=rng.choice(PHASES),
         in_transfer=in_transfer,
+        in_move=in_move,
         delay_s=rng.choice((0.0, 0.001, 0.02)) * rng.random(),
         duration_s=0.1 + (longest_s - 0.1) * rng.random(),
         peer=peer,
         field=rng.choice(fields),
         grace_s=rng.choice((0.5, 3.0, *[35.0] * 4)),
-        successor=rng.choice(("before", "before", "after", "none")),
+        successor=rng.choice(("before", "before", "before", "after", "none")),
     )
 
 

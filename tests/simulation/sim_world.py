@@ -8,16 +8,16 @@
 5. A group that serves while it compiles has gone over to its graphs, all ranks at the same steps.
 6. An aborted request gets no token any more, no token of a step leaves that ranks were told
    different things about, and in the end all blocks are free and no handoff is held.
-7. A request is given up only if no replica could take it while it waited. Where one is healthy, it
-   is submitted within `MAX_PAUSE_S` of its arrival, of its last output, or of when the ingress must
-   know that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
+7. A request is given up only if no replica has been healthy for `MAX_PAUSE_S`. Where one is, it is
+   submitted within that time of its arrival, of its last output, or of when the ingress must know
+   that what ran it is lost. Whoever drains gets nothing more, and is empty when it stops.
+8. A client that leaves is told of to all who may have some of its request, and a connection that
+   has not ended is kept.
 9. Where a replica of its pool is healthy, one that drains lets go of what it runs: each request
    leaves with its next token, and goes on elsewhere under the same attempt, which a loss alone
    ends. If nothing else strikes and leaders have room, the replica is empty, and each request has
    its next token, in bounded time (`_check_move`, `on_drained`). Nobody is told to leave if all
    others drain as well.
-8. A client that leaves is told of to all who may have some of its request, and a connection that
-   has not ended is kept.
 
 The first `Violation` ends a simulation; `run_schedule` never raises.
 """
@@ -169,7 +169,10 @@ class Outcome:
     num_handoffs: int = 0
     """Handoffs that were issued."""
     moves: Counter[str] = field(default_factory=Counter)
-    """Requests that left who drained, by its pool, and those with their KV."""
+    """How often a request left who drained, by its pool."""
+    num_moves_with_kv: int = 0
+    num_lost_moves: int = 0
+    """Of these whose KV was lost on its way."""
     longest_move_s: float = 0.0
     """Of a client whose request moved, where nothing struck and there was room."""
     longest_drain_s: float = 0.0
@@ -218,10 +221,10 @@ class World:
         """The one that strikes next."""
         self._attempts: dict[str, str] = {}
         """By request the last one that was submitted."""
-        self._moved_at: dict[str, float] = {}
-        """By request when it left who drained; until its next token."""
+        self._moved: dict[str, tuple[float, int]] = {}
+        """By request when it left who drained, and its tokens then; until its next one."""
         self._crowded: set[SimReplica] = set()
-        """Those that had more to let go of than fits into a leader at once."""
+        """Those that had more to let go of than fits into a leader at once, where it is or goes."""
         self._troubled_until = 0.0
         """Until what struck last, drains apart, is over."""
         self._arrives_at: dict[Any, float] = {}
@@ -305,6 +308,9 @@ class World:
             arrivals = [self._extra(num_extra + i) for i in range(3)]
             num_extra += len(arrivals)
             await asyncio.gather(*map(self._client, arrivals))
+            is_serving = not all(task.done() for task in self._serving)
+            if self.fault is not None and self.fault.in_move and not is_serving:
+                self._drop(self.fault)  # nothing moved
             if any(replica.healthy_from > self.loop.now for replica in self.replicas):
                 await asyncio.sleep(PACE_S)  # the next fault may be meant for that one
         self._faults, self.fault = [], None
@@ -349,9 +355,8 @@ class World:
             self.loop.after(ABORT_S, self._check_left, arrival.request_id)
         except NoLeader as error:
             self.outcome.num_refused += 1
-            waits_from = self.loop.now - self.schedule.max_wait_s
             pool, *_ = str(error).split()
-            if self._is_one_healthy(pool, waits_from):
+            if self._healthy_from(pool) <= self.loop.now - MAX_PAUSE_S:
                 raise Violation("given up", f"{arrival.request_id}: {error}") from error
 
     async def _consume(self, arrival: Arrival, tokens: list[int]) -> None:
@@ -361,9 +366,8 @@ class World:
         async with aclosing(self.router.generate(request)) as outputs:
             async for output in outputs:
                 self._progress_at[arrival.request_id] = self.loop.now
-                if output.token_ids:
-                    self._check_move(arrival.request_id)
                 tokens += output.token_ids
+                self._check_move(arrival.request_id, len(tokens))
                 reason = output.finish_reason
                 if tokens != wanted[: len(tokens)] or reason == "error":
                     text = f"wanted {wanted}, found {tokens} {reason} {output.error}"
@@ -437,10 +441,14 @@ class World:
         """Return whether all that a leader runs fits into it at once."""
         return len(connection.directory_leader._running) <= self.schedule.room
 
-    def _check_move(self, request_id: str) -> None:
-        """A request has a token: assert that it does not come long after it left somewhere."""
-        moved_at = self._moved_at.pop(request_id, inf)
-        if not self._is_quiet(moved_at) or moved_at == inf:
+    def _check_move(self, request_id: str, num_tokens: int) -> None:
+        """A request has so many tokens: assert that the first one since it left somewhere does not
+        come long after that."""
+        moved_at, num_before = self._moved.get(request_id, (inf, num_tokens))
+        if num_tokens <= num_before:
+            return
+        del self._moved[request_id]
+        if not self._is_quiet(moved_at):
             return
         took_s = self.loop.now - moved_at
         self.outcome.num_judged["moves"] += 1
@@ -450,8 +458,7 @@ class World:
 
     def on_drained(self, replica: SimReplica) -> None:
         """Assert that a replica did not drain for long once there was another one."""
-        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
-        since = max(replica.drains_from, min((each.healthy_from for each in others), default=inf))
+        since = max(replica.drains_from, self._healthy_from(replica.pool))
         if replica in self._crowded or not self._is_quiet(since) or since == inf:
             return
         took_s = max(0.0, self.loop.now - since)
@@ -489,21 +496,19 @@ class World:
         way = self._ways.setdefault(request_id, [])
         self._check_attempt(attempt, way)
         late_from = max(self._progress_at[request_id], self._lost_by(way))
-        pause_s = self.loop.now - late_from
+        pause_s = max(0.0, self.loop.now - max(late_from, self._healthy_from(pool)))
         if self._num_deaths[request_id] >= SHARED_DEATHS:
             pause_s = 0.0  # it may have waited for another one's trial
-        if self._is_one_healthy(pool, late_from):
-            self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, pause_s)
-            if pause_s > MAX_PAUSE_S:
-                text = f"{attempt}: {pause_s:.2f} s until {replica.pool}"
-                raise Violation("too long a pause", text)
+        self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, pause_s)
+        if pause_s > MAX_PAUSE_S:
+            raise Violation("too long a pause", f"{attempt}: {pause_s:.2f} s until {replica.pool}")
         if self._must_know(replica):
             raise Violation("sent to one that drains", f"{attempt}: {connection.rank.name}")
         if attempt != self._attempts.get(request_id):
             way.clear()
-            self._moved_at.pop(request_id, None)
-        elif request_id in self._moved_at and not self.has_room(connection):
-            del self._moved_at[request_id]
+            self._moved.pop(request_id, None)
+        elif not self.has_room(connection):
+            self._moved.pop(request_id, None)
             self._crowded.add(way[-1].rank.group.replica)
         way.append(connection)
         self._attempts[request_id] = attempt
@@ -542,12 +547,7 @@ class World:
     def on_token(self, connection: SimConnection, output: EngineOutput) -> None:
         """A request has a token where it stays."""
         replica = connection.rank.group.replica
-        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
-        since = max(
-            replica.drains_from,
-            replica.troubled_until,
-            min((each.healthy_from for each in others), default=inf),
-        )
+        since = max(replica.drains_from, replica.troubled_until, self._healthy_from(replica.pool))
         late_s = STATS_TIMEOUT_S if replica.group.struck else 0.0
         if self._must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S + late_s:
             raise Violation("stays", f"{output.request_id} at {connection.rank.name}")
@@ -555,6 +555,9 @@ class World:
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
+        # One that drained ends in its own time, while a read from it may not get on.
+        drained = [each for each in way if each.rank.group.replica.drains_from < inf]
+        times += [each.ended_at for each in drained if each.ended_at < inf]
         return max(times, default=0.0)
 
     def on_deaths(self, attempts: list[str]) -> None:
@@ -566,20 +569,22 @@ class World:
         has_kv = output.finish_reason == FinishReason.HANDOFF
         if output.finish_reason == FinishReason.MOVED or (has_kv and pool != "prefill"):
             self.outcome.moves[pool] += 1
-            self.outcome.moves["with KV"] += has_kv
-            self._moved_at[request_id] = self.loop.now
+            self.outcome.num_moves_with_kv += has_kv
+            num_tokens = output.position + len(output.token_ids)
+            self._moved[request_id] = self.loop.now, num_tokens
         if output.finish_reason == FinishReason.KV_LOST:
             holder = self._ways[request_id][-2]
+            self.outcome.num_lost_moves += holder.rank.group.pool == pool
             late_from = max(holder.ended_at, self._progress_at[request_id])
-            if self.loop.now - late_from > MAX_PAUSE_S and self._is_one_healthy(
-                holder.rank.group.pool, late_from
-            ):
+            healthy_from = self._healthy_from(holder.rank.group.pool)
+            if self.loop.now - max(late_from, healthy_from) > MAX_PAUSE_S:
                 text = f"{output.request_id}: {self.loop.now - late_from:.2f} s: {output.error}"
                 raise Violation("waits for lost KV", text)
         self._progress_at[request_id] = self.loop.now
 
-    def _is_one_healthy(self, pool: str, since: float) -> bool:
-        return any(replica.healthy_from <= since for replica in self.replicas_of(pool))
+    def _healthy_from(self, pool: str) -> float:
+        """Return since when a replica has been healthy."""
+        return min((replica.healthy_from for replica in self.replicas_of(pool)), default=inf)
 
     # --- ways between processes -------------------------------------------------------------------
 
@@ -618,9 +623,12 @@ class World:
         self._note(self.loop.now, agreed.step, max(agreed.num_scheduled_tokens), agreed.epoch)
 
     def on_strike(self, fault: Fault) -> None:
+        self._drop(fault)
+        self.outcome.struck.append(fault.name)
+
+    def _drop(self, fault: Fault) -> None:
         self._faults.remove(fault)
         self.fault = self._faults[0] if self._faults else None
-        self.outcome.struck.append(fault.name)
 
     def on_group_end(self, group: SimGroup, reason: str) -> None:
         self.outcome.ends.append(reason)

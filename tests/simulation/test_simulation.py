@@ -19,7 +19,7 @@ import run as runner
 from sim_bugs import BUGS
 from sim_schedule import (
     CONNECTION,
-    DRAIN,
+    DRAINS,
     FAILED_START,
     FATAL,
     HARMLESS,
@@ -76,14 +76,19 @@ def test_no_schedule_hangs_or_loses_a_token(tally: runner.Tally) -> None:
 @pytest.mark.feature("X04")
 @pytest.mark.skipif(len(SEEDS) < 1000, reason="fewer schedules may miss one")
 def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -> None:
-    other = (DRAIN, LOST_CALLS, FAILED_START)
+    other = (*DRAINS, LOST_CALLS, FAILED_START)
     wanted = {f"struck: {kind}" for kind in (*FATAL, *HARMLESS, *CONNECTION, *other)}
     wanted |= {f"struck: {kind} in a transfer" for kind in IN_TRANSFER}
+    wanted |= {f"struck: {kind} in a move" for kind in (*IN_TRANSFER, LOST_CALLS)}
     wanted |= {f"had: {what}" for what in ("aborts", "refusals", "pre-emption", "handoff")}
+    wanted |= {"had: moves", "judged: moves", "judged: drains", "moves with KV: lost on its way"}
+    wanted |= {f"moves: {pool}" for pool in ("mixed", "prefill", "decode")}
+    wanted |= {f"moves beside: {what}" for what in ("pre-emption", "a rebuild")}
     wanted |= {f"replicas: {n}" for n in (1, 2, 3)} | {"ranks: 2", f"ranks: {MAX_RANKS}"}
     wanted |= {f"restarts: {n}" for n in (0, 1, 2)}
     loops = ("plain", "overlapped")
-    wanted |= {f"steps: {loop}, {device} the host" for loop in loops for device in ("in", "beside")}
+    ways = [f"{loop}, {device} the host" for loop in loops for device in ("in", "beside")]
+    wanted |= {f"{what}: {way}" for what in ("steps", "moves with KV") for way in ways}
     wanted |= {f"groups, dp x tp: {runner.sizes_of(shapes)}" for shapes in SHAPES}
     assert wanted <= set(tally.counts), sorted(wanted - set(tally.counts))
 
