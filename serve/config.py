@@ -92,6 +92,7 @@ class PoolConfig:
     num_cpus: float
     engine: EngineConfig
     targets: ScalingTargets
+    scale_down_after_s: float
     min_replicas: int
     max_replicas: int
     routing: Routing = Routing.LEAST_REQUESTS
@@ -277,7 +278,15 @@ def _pool_config(
     )
     replicas = max(pool.replicas, least)
     return PoolConfig(
-        name, replicas, pool.num_cpus, engine, targets, least, most, routing=pool.routing
+        name=name,
+        replicas=replicas,
+        num_cpus=pool.num_cpus,
+        engine=engine,
+        targets=targets,
+        scale_down_after_s=args.scale_down_after_s,
+        min_replicas=least,
+        max_replicas=most,
+        routing=pool.routing,
     )
 
 
