@@ -53,10 +53,10 @@ COOL_DOWN_S = DeployArgs().scale_down_after_s
 """For how long it has to, where nothing else is said."""
 MAX_TIMES = 8
 """How much longer it may take, if steps down turn out wrong."""
-MAX_BUSY = 0.7
+MAX_BUSY = 0.65
 """The share of the time in which a replica may compute prompts: at more they wait for one another
 longer than they compute."""
-MAX_WAIT = 0.7
+MAX_WAIT = 0.5
 """The share of its target that a queue may take before another replica is asked for."""
 MAX_FULL = 0.9
 """The share of the rows or KV blocks of a replica that may be in use: their number varies."""
