@@ -103,6 +103,9 @@ def _pool_deployment(config: DeployConfig, pool: PoolConfig) -> Deployment:
     bundles = [{"CPU": DEFAULT_NUM_CPUS}, *placement.bundles(pool.engine.parallel)]
     replicas: dict[str, Any] = {"num_replicas": pool.replicas}
     if pool.is_scaled:
+        policy = AutoscalingPolicy(
+            policy_function=ScalingPolicy, policy_kwargs={"cool_down_s": pool.scale_down_after_s}
+        )
         replicas = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=pool.min_replicas,
@@ -110,7 +113,7 @@ def _pool_deployment(config: DeployConfig, pool: PoolConfig) -> Deployment:
                 max_replicas=pool.max_replicas,
                 upscale_delay_s=0,
                 downscale_delay_s=0,
-                policy=AutoscalingPolicy(policy_function=ScalingPolicy),
+                policy=policy,
             )
         }
     return ray_serve.deployment(

@@ -227,6 +227,8 @@ class DeployArgs(EngineArgs, frozen=True):
     tpot_target_s: Seconds = 0.1
     """The time between two tokens that decode and mixed pools are scaled to keep. One that a step
     of a single sequence exceeds keeps a pool at `max_replicas`."""
+    scale_down_after_s: Seconds = 300.0
+    """How long one replica less must have been enough before a pool that is scaled loses one."""
     max_queued_requests: Annotated[int, at_least(0)] = 256
     """Sequences that wait beyond those that run; more get 429."""
     max_queue_wait_s: Annotated[float, at_least(0.001)] = 60.0

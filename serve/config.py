@@ -102,6 +102,7 @@ class PoolConfig:
     placement: Placement
     engine: EngineConfig
     targets: ScalingTargets
+    scale_down_after_s: float
     min_replicas: int
     max_replicas: int
     routing: Routing = Routing.COST
@@ -295,13 +296,14 @@ def _resolved(
         parallel.data_parallel_size,
     )
     return PoolConfig(
-        name,
-        max(pool.replicas, least),
-        _placement(args, device),
-        engine,
-        targets,
-        least,
-        most,
+        name=name,
+        replicas=max(pool.replicas, least),
+        placement=_placement(args, device),
+        engine=engine,
+        targets=targets,
+        scale_down_after_s=args.scale_down_after_s,
+        min_replicas=least,
+        max_replicas=most,
         routing=pool.routing,
     )
 

@@ -29,6 +29,7 @@ import ray
 from ray.serve.config import AutoscalingContext
 
 from cluster.actors.status_board import BOARD_PREFIX, NAMESPACE
+from serve.arguments import DeployArgs
 
 log = logging.getLogger("ray.serve")
 """Serve's own, which the controller writes to its file."""
@@ -48,13 +49,15 @@ START_S = 30.0
 
 LOW = 0.85
 """A replica goes where the load stays below this share of what one less should have."""
-COOL_DOWN_S = 60.0
-"""For how long it has to."""
-MAX_COOL_DOWN_S = 3600.0
-"""The longest, if steps down turn out wrong."""
-MAX_BUSY = 0.8
+COOL_DOWN_S = DeployArgs().scale_down_after_s
+"""For how long it has to, where nothing else is said."""
+MAX_TIMES = 8
+"""How much longer it may take, if steps down turn out wrong."""
+MAX_BUSY = 0.65
 """The share of the time in which a replica may compute prompts: at more they wait for one another
 longer than they compute."""
+MAX_WAIT = 0.5
+"""The share of its target that a queue may take before another replica is asked for."""
 MAX_FULL = 0.9
 """The share of the rows or KV blocks of a replica that may be in use: their number varies."""
 
@@ -95,7 +98,7 @@ class Load(NamedTuple):
     """For what arrives and is there, with what waits worked off by when another replica could
     come."""
     late: float
-    """For what waits to be worked off within the target; so many may come too late to be of use."""
+    """For what waits to be worked off well within the target; so many may come too late for it."""
 
 
 def load_of(signals: Signals) -> Load:
@@ -109,7 +112,7 @@ def load_of(signals: Signals) -> Load:
     return Load(
         busy + decoding,
         busy + signals.queued_s / backlog_s + signals.num_rows / rows,
-        signals.queued_s / signals.ttft_target_s,
+        signals.queued_s / (MAX_WAIT * signals.ttft_target_s),
     )
 
 
@@ -119,7 +122,8 @@ class Memory:
 
     calm_since: float | None = None
     """Since when one replica less has been enough."""
-    cool_down_s: float = COOL_DOWN_S
+    times: int = 1
+    """How many times the cool-down has to last."""
     changed_at: float = -math.inf
     went_down: bool = False
     """By the last change."""
@@ -133,7 +137,14 @@ class Decision:
 
 
 def decide(
-    signals: Signals, n: int, now: float, *, least: int, most: int, memory: Memory
+    signals: Signals,
+    n: int,
+    now: float,
+    *,
+    least: int,
+    most: int,
+    memory: Memory,
+    cool_down_s: float = COOL_DOWN_S,
 ) -> tuple[Decision, Memory]:
     """Return how many replicas a pool should have that is to have `n`, those that start included,
     and what to remember.
@@ -146,7 +157,7 @@ def decide(
     - So after a step up the load must have fallen by `1 - LOW` before a step down, and the reverse:
       a load that varies by less than that, or not at all, only ever moves it in one direction. If
       the load depends on the number after all, each step down that has to be undone soon doubles
-      the cool-down.
+      the cool-down, up to `MAX_TIMES` as long.
     - Always within `least` and `most`, and never fewer for a higher load.
     """
     load = load_of(signals)
@@ -155,25 +166,25 @@ def decide(
     wanted = min(max(asked, n + is_late, least), most)
     if wanted != n:
         why = "bounds" if not least <= n <= most else "load" if asked > n else "queue"
-        return Decision(wanted, why), _changed(memory, now, wanted > n)
-    since_change_s = now - memory.changed_at
-    if since_change_s > 4 * memory.cool_down_s:
-        memory = replace(memory, cool_down_s=COOL_DOWN_S)
+        return Decision(wanted, why), _changed(memory, now, cool_down_s, is_up=wanted > n)
+    cool_down_s *= memory.times
+    if now - memory.changed_at > 4 * cool_down_s:
+        memory = replace(memory, times=1)
     is_settled = not signals.num_draining and not signals.num_rebuilding and signals.num_ready <= n
     enough = LOW * min(n - 1, signals.num_ready)
     if not is_settled or n <= least or max(load) > enough:
         return Decision(n, ""), replace(memory, calm_since=None)
     since = now if memory.calm_since is None else memory.calm_since
-    if now - since < memory.cool_down_s:
+    if now - since < cool_down_s:
         return Decision(n, ""), replace(memory, calm_since=since)
-    return Decision(n - 1, "calm"), _changed(memory, now, is_up=False)
+    return Decision(n - 1, "calm"), _changed(memory, now, cool_down_s, is_up=False)
 
 
-def _changed(memory: Memory, now: float, is_up: bool) -> Memory:
-    cool_down_s = memory.cool_down_s
-    if is_up and memory.went_down and now - memory.changed_at < 2 * cool_down_s:
-        cool_down_s = min(2 * cool_down_s, MAX_COOL_DOWN_S)
-    return Memory(None, cool_down_s, now, went_down=not is_up)
+def _changed(memory: Memory, now: float, cool_down_s: float, *, is_up: bool) -> Memory:
+    times = memory.times
+    if is_up and memory.went_down and now - memory.changed_at < 2 * cool_down_s * times:
+        times = min(2 * times, MAX_TIMES)
+    return Memory(None, times, now, went_down=not is_up)
 
 
 class StepTimes:
@@ -194,20 +205,21 @@ class StepTimes:
         )
         self._most_rows, self._at = max(self._most_rows, rows), now
 
-    def rows_within(self, target_s: float) -> tuple[float, float]:
+    def rows_within(self, target_s: float, most: float) -> tuple[float, float]:
         """Return how many rows a step may have, and how long it then takes. At least one, and at
         most twice as many as any had: further the line has not been tried."""
         weight, rows, squares, seconds, products = self._sums
         if not weight:
-            return math.inf, target_s
+            return most, target_s
         rows, seconds = rows / weight, seconds / weight
         spread = squares / weight - rows * rows
         row_s = seconds / rows
         if spread > 1e-6 * rows * rows:
             row_s = min(max((products / weight - rows * seconds) / spread, 0.0), row_s)
         rest_s = seconds - row_s * rows
-        at_most = 2 * self._most_rows
-        within = min(at_most, (target_s - rest_s) / row_s) if row_s else at_most
+        within = min(most, 2 * self._most_rows)
+        if row_s:
+            within = min(within, (target_s - rest_s) / row_s)
         within = max(1.0, within)
         return within, rest_s + row_s * within
 
@@ -255,7 +267,8 @@ class Meter:
         is_decoder, is_prefiller = (told["pool"] == name for name in ("decode", "prefill"))
         num_rows = num_running + num_waiting if is_decoder else num_running
         num_engines = targets["data_parallel_size"]
-        within, step_s = self.steps.rows_within(targets["tpot_target_s"])
+        most = min(targets["max_num_seqs"], self._rows_with_kv(loads, num_running))
+        within, step_s = self.steps.rows_within(targets["tpot_target_s"], most)
         return Signals(
             num_ready=states.count("ready"),
             num_draining=states.count("draining"),
@@ -267,8 +280,7 @@ class Meter:
             queued_s=0.0 if is_decoder else num_waiting * self._prompt_s / num_engines,
             decode_tokens_per_s=0.0 if is_prefiller else decode_tokens / passed_s,
             num_rows=0 if is_prefiller else num_rows,
-            rows_at_target=num_engines
-            * min(targets["max_num_seqs"], within, self._rows_with_kv(loads, num_running)),
+            rows_at_target=num_engines * within,
             step_s_at_target=step_s,
         )
 
@@ -346,7 +358,8 @@ def _read(app_name: str, deployment_name: str, news: _News) -> None:
 class ScalingPolicy:
     """What Serve calls for a deployment that is scaled; made anew when its bounds change."""
 
-    def __init__(self) -> None:
+    def __init__(self, cool_down_s: float = COOL_DOWN_S) -> None:
+        self._cool_down_s = cool_down_s
         self._news = _News(threading.Event())
         self._memory = Memory()
         self._is_reading = False
@@ -375,7 +388,13 @@ class ScalingPolicy:
             self._memory = replace(self._memory, calm_since=None)
             return n
         decision, self._memory = decide(
-            signals, n, now, least=least, most=most, memory=self._memory
+            signals,
+            n,
+            now,
+            least=least,
+            most=most,
+            memory=self._memory,
+            cool_down_s=self._cool_down_s,
         )
         told = {"wanted": decision.wanted, "least": least, "most": most}
         told |= {"load": load_of(signals)._asdict(), "signals": asdict(signals)}

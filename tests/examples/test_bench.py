@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -52,6 +53,15 @@ def test_every_benchmark_can_be_imported() -> None:
     command = [sys.executable, "-c", IMPORT_ALL, *names]
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.feature("R16")
+def test_pools_are_scaled_apart_through_a_quarter_of_a_day() -> None:
+    """At no more than what fixed pools of the best sizes cost, and with no fewer in time."""
+    done = run("scaling_day.py", "--hours", "6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = re.findall(r"(\d) to (\d) replicas, (\d+) steps", done.stdout)
+    assert len(sizes) == 2 and sizes[0] != sizes[1]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ AHEAD = "tests/serve/test_llm_overlap.py"
 WIRED = "tests/serve/test_wired.py"
 SIMULATED = "tests/simulation/test_simulation.py::test_no_schedule_hangs_or_loses_a_token"
 PREFIXES = "tests/serve/pools/test_prefix_routing.py"
+SCALING = "tests/serve/pools/test_scaling.py"
 REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
 
@@ -474,8 +475,14 @@ MUTATIONS = (
     Mutation(
         "A pool has one replica, however many it is configured with (R01, R21).",
         "serve/app.py",
-        {"num_replicas=pool.replicas": "num_replicas=1"},
+        {'"num_replicas": pool.replicas': '"num_replicas": 1'},
         (REPLICAS, WIRED),
+    ),
+    Mutation(
+        "A load that does not change moves a pool up and down (R16).",
+        "serve/pools/scaling.py",
+        {"enough = LOW * min(n - 1": "enough = 1.3 * min(n - 1"},
+        (SCALING,),
     ),
     Mutation(
         "The largest body is that of the default (R12, R22).",

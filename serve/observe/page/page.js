@@ -65,6 +65,7 @@ const history = []; // of figures: totals at a moment
 const traces = new Map(); // of a sparkline: its last values
 const lastRanks = new Map(); // by replica: its ranks before they ended
 const lastStates = new Map(); // by replica
+const lastWanted = new Map(); // by pool, of those that are scaled
 let lastStatus = "";
 
 function trace(name, value) {
@@ -321,6 +322,18 @@ function showReplica(pool, replica, loading) {
   return box;
 }
 
+function showScaling(pool, scaling) {
+  const wanted = read(scaling, "wanted"), before = lastWanted.get(pool);
+  if (before !== undefined && before !== wanted)
+    note(`${pool}: ${before} to ${wanted} replicas (${read(scaling, "why")})`, false);
+  lastWanted.set(pool, wanted);
+  const why = Object.entries({ ...read(scaling, "load"), ...read(scaling, "signals") });
+  const bounds = `${read(scaling, "least")} to ${read(scaling, "most")}`;
+  return make("details", { class: "sheet replica" },
+    make("summary", {}, `${pool}: scaled to ${wanted} of ${bounds} replicas`),
+    make("p", {}, why.map(([name, value]) => `${name} ${+value.toPrecision(3)}`).join(", ")));
+}
+
 function showPools(body) {
   const boxes = [], ids = new Set();
   for (const [pool, found] of Object.entries(read(body, "pools"))) {
@@ -330,6 +343,7 @@ function showPools(body) {
       boxes.push(showReplica(pool, replica, own));
       ids.add(id);
     }
+    if (found.scaling) boxes.push(showScaling(pool, found.scaling));
     if (!read(found, "replicas").length)
       boxes.push(make("div", { class: "sheet replica" }, make("h3", {}, pool), make("p", { class: "none" }, "no replica yet")));
   }

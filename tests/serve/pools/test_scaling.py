@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.serve._private.application_state import override_deployment_info
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve.config import AutoscalingPolicy
+from ray.serve.schema import ServeApplicationSchema
 
 from cluster.actors.reports import GroupReport, ReplicaReport, ScalingTargets
 from cluster.actors.status_board import StatusBoard
 from cluster.group.context import RankPlace, RankStats
 from cluster.observe.counts import BUCKET
 from cluster.observe.metrics import SchedulerStats
+from serve.app import _pool_deployment
+from serve.config import deploy_config
 from serve.pools.scaling import (
     COOL_DOWN_S,
     LOW,
     MAX_BUSY,
+    MAX_WAIT,
     PERIOD_S,
     Memory,
     Meter,
@@ -34,6 +44,7 @@ from serve.pools.scaling import (
     load_of,
 )
 
+OPERATING = Path(__file__).resolve().parents[3] / "serve" / "docs" / "operating.md"
 MOST = 12
 
 
@@ -150,18 +161,18 @@ def test_nothing_goes_while_a_replica_drains_or_rebuilds(
     assert pool.serve(signals) >= n or num_draining == num_rebuilding == 0
 
 
-def test_a_pool_goes_up_at_once_and_down_by_one_after_each_calm_minute() -> None:
+def test_a_pool_goes_up_at_once_and_down_by_one_after_each_cool_down() -> None:
     pool = Scaled(1)
     assert pool.serve(signals_of(busy=2.9 * MAX_BUSY)) == 3
     idle = signals_of()
-    went = [pool.serve(idle, 1.0) for _ in range(200)]
+    went = [pool.serve(idle, 1.0) for _ in range(1000)]
     assert [went.index(2), went.index(1)] == [COOL_DOWN_S, 2 * COOL_DOWN_S + 1]
     assert pool.steps == [2, -1, -1]
 
 
 def test_what_starts_counts_and_a_queue_asks_for_no_more_until_it_serves() -> None:
     pool = Scaled(1)
-    late = signals_of(queued_s=5.0, ready=1)  # 2.5 times the target, and soon worked off
+    late = signals_of(queued_s=4.0, ready=1)  # twice the target, and soon worked off
     assert pool.see(late) == 2
     assert [pool.see(late, 1.0) for _ in range(20)] == [2] * 20
     assert pool.see(replace(late, num_ready=2)) == 3
@@ -181,28 +192,30 @@ def test_a_step_down_that_is_undone_soon_doubles_the_wait_for_the_next() -> None
     pool = Scaled(2)
     for _ in range(6 * 3600):
         pool.serve(signals_of(busy=0.84 * MAX_BUSY if pool.n > 1 else 1.1 * MAX_BUSY), 1.0)
-    assert len(pool.steps) <= 22, "after a minute, two, four, ... and an hour: 720 without"
+    assert len(pool.steps) <= 24, "after 5 minutes, 10, 20, and then 40: 144 without"
 
 
 def test_prompts_and_rows_of_a_mixed_pool_add_up() -> None:
     """Each replica divides its time among them."""
-    load = load_of(signals_of(busy=0.8, queued_s=15.0, tokens=360.0, rows=36))
+    load = load_of(signals_of(busy=MAX_BUSY, queued_s=15.0, tokens=360.0, rows=36))
     assert load.steady == pytest.approx(1 + 1) and load.surge == pytest.approx(1 + 0.5 + 2)
-    assert load.late == 7.5
+    assert load.late == pytest.approx(7.5 / MAX_WAIT)
 
 
 def test_step_times_tell_how_many_rows_keep_a_target() -> None:
     steps = StepTimes()
-    assert steps.rows_within(0.05) == (math.inf, 0.05)
+    assert steps.rows_within(0.05, 64) == (64, 0.05), "as long as nothing is known"
     for rows in (10, 20, 30):
         steps.add(rows, 0.01 + 0.001 * rows, now=0.0)
-    rows, step_s = steps.rows_within(0.05)
-    assert rows == pytest.approx(40) and step_s == pytest.approx(0.05)
-    assert steps.rows_within(0.001)[0] == 1, "a target that none keeps"
-    assert steps.rows_within(9.0)[0] == 60, "no further than twice of what was seen"
+    assert steps.rows_within(0.05, 64) == pytest.approx((40, 0.05))
+    assert steps.rows_within(0.05, 10) == pytest.approx((10, 0.02))
+    assert steps.rows_within(0.001, 64)[0] == 1, "a target that none keeps"
+    assert steps.rows_within(9.0, 64)[0] == 60, "no further than twice of what was seen"
     alike = StepTimes()
     alike.add(4, 0.02, now=0.0)
-    assert alike.rows_within(0.03) == pytest.approx((6, 0.03)), "in proportion, if nothing is known"
+    assert alike.rows_within(0.03, 64) == pytest.approx((6, 0.03)), (
+        "in proportion, if nothing is known"
+    )
 
 
 # What the board says, and what the policy makes of it.
@@ -340,3 +353,39 @@ def test_the_policy_runs_where_lockstep_is_not_installed() -> None:
         [sys.executable, "-c", CONTROLLER], input=pickled, capture_output=True, check=False
     )
     assert done.stdout.decode().strip().endswith("(2, {})"), done.stderr.decode()
+
+
+def overridden(deployments: list[dict[str, Any]]) -> tuple[Any, str]:
+    """Return what Serve makes of a pool that is scaled and a YAML, and the version of all pools."""
+    config = deploy_config({"decode.max_replicas": 2})
+    pool = _pool_deployment(config, config.pools[1])
+    scaling = pool._deployment_config.autoscaling_config
+    assert scaling is not None
+    schema = ServeApplicationSchema(import_path="serve.app:deploy", deployments=deployments)
+    info = DeploymentInfo(
+        deployment_config=pool._deployment_config,
+        replica_config=pool._replica_config,
+        start_time_ms=0,
+        deployer_job_id="",
+    )
+    policies = {"DecodePool": scaling.policy.get_serialized_policy_def()}
+    found = override_deployment_info({"DecodePool": info}, schema, policies)["DecodePool"]
+    return found.deployment_config.autoscaling_config, get_app_code_version(schema)
+
+
+@pytest.mark.feature("R16")
+def test_bounds_change_as_the_operating_page_says_and_restart_nothing() -> None:
+    [block] = re.findall(r"```yaml\n(deployments:.*?)```", OPERATING.read_text(), re.DOTALL)
+    deployments = yaml.safe_load(block)["deployments"]
+    scaling, version = overridden(deployments)
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 4)
+    assert scaling.initial_replicas is None, "there are as many as there were"
+    assert scaling.upscale_delay_s == scaling.downscale_delay_s == 0
+    assert scaling.policy.get_policy().__name__ == "ScalingPolicy"
+    deployments[0]["autoscaling_config"]["max_replicas"] = 7
+    more, same_version = overridden(deployments)
+    assert more.max_replicas == 7 and same_version == version
+    fixed, _ = overridden([{"name": "DecodePool", "num_replicas": 3}])
+    assert fixed.policy.policy_function == "serve.pools.scaling.ScalingPolicy", "it decides"
+    bare = {"name": "DecodePool", "autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}
+    assert overridden([bare])[0].policy.is_default_policy_function()
