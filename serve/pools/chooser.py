@@ -89,16 +89,19 @@ class Chooser:
 
 
 def least_cost(offers: Sequence[Offer], request_id: str, num_tokens: int, num_outputs: int) -> int:
-    """Return the index of the leader where a request of so many tokens costs the fewest seconds:
-    to work off what is queued and its own uncached tokens, to wait for blocks, and to decode
-    `num_outputs` tokens, but at most `EXPECTED_OUTPUTS`, in steps of one row more.
+    """Return the index of the leader where a request of so many tokens costs the fewest seconds: to
+    work off what is queued and its own uncached tokens, to wait until sequences that decode have
+    freed its blocks, and to decode `num_outputs` tokens, but at most `EXPECTED_OUTPUTS`, in steps
+    of one row more.
 
     Only leaders whose queue is at most `MAX_QUEUE_TIMES` the mean one and one prompt with it are
     candidates; the one with the shortest queue always is. Of equal ones the request's id decides:
     ingresses that know the same would all take the first.
     """
-    prompt_s = _filled_in([min(offer.token_s.values(), default=None) for offer in offers])
-    step_s = _filled_in([_step_s(offer.token_s, offer.num_requests + 1) for offer in offers])
+    prompt_s = _filled_in([min(offer.token_s.values(), default=None) for offer in offers], 1.0)
+    step_s = _filled_in(
+        [_step_s(offer.token_s, offer.num_requests + 1) for offer in offers], max(prompt_s)
+    )
     queue_s = [
         (offer.queued_tokens + offer.uncached_tokens) * token_s
         for offer, token_s in zip(offers, prompt_s, strict=True)
@@ -111,18 +114,20 @@ def least_cost(offers: Sequence[Offer], request_id: str, num_tokens: int, num_ou
     for i, offer in enumerate(offers):
         if queue_s[i] > MAX_QUEUE_TIMES * mean_s + num_tokens * prompt_s[i]:
             continue
-        # Blocks become free as the sequences end that hold them.
-        share = offer.missing_blocks / max(offer.used_blocks, offer.missing_blocks, 1)
-        costs[i] = queue_s[i] + step_s[i] * (num_steps + EXPECTED_OUTPUTS * share)
+        costs[i] = queue_s[i]
+        if num_steps:  # else blocks become free as the queue is worked off
+            share = offer.missing_blocks / max(offer.used_blocks, offer.missing_blocks, 1)
+            costs[i] += step_s[i] * (num_steps + EXPECTED_OUTPUTS * share)
     most = TIE * min(costs.values())
     equal = [i for i, cost in costs.items() if cost <= most]
     return max(equal, key=lambda i: _rank(request_id, offers[i].engine_id))
 
 
-def _filled_in(measured: Sequence[float | None]) -> list[float]:
-    """Return seconds with the mean of others where nothing was measured yet."""
+def _filled_in(measured: Sequence[float | None], default: float) -> list[float]:
+    """Return seconds with the mean of others where nothing was measured yet; the default if nothing
+    was anywhere."""
     known = [seconds for seconds in measured if seconds is not None]
-    mean_s = sum(known) / len(known) if known else 1.0
+    mean_s = sum(known) / len(known) if known else default
     return [mean_s if seconds is None else seconds for seconds in measured]
 
 

@@ -75,11 +75,6 @@ class Stage:
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     @property
-    def num_blocks(self) -> int:
-        """Those that it needs until it has its next token."""
-        return self.num_tokens // self.block_size + 1
-
-    @property
     def max_outputs(self) -> int:
         return self.request.sampling.max_tokens - len(self.request.output_token_ids)
 
@@ -94,6 +89,13 @@ class _Taken:
     """To be computed, as far as was known when it was submitted."""
     queued_tokens: int
     """The same as the leader reports them: it does not know of all what is cached."""
+    num_blocks: int
+    """That it needs until it has its next token, beside those that are cached."""
+
+
+def _num_blocks(stage: Stage, uncached_tokens: int) -> int:
+    num_new = stage.num_tokens if stage.handoff is not None else uncached_tokens
+    return num_new // stage.block_size + 1
 
 
 class Connection(Protocol):
@@ -184,18 +186,19 @@ class Leader:
 
     def offer(self, stage: Stage) -> Offer:
         """Return what is known for choosing: as reported, and what was submitted here since."""
-        load = self.report.load
+        load, uncached_tokens = self.report.load, self._num_uncached(stage)
         num_free = load.num_free_blocks - self._num_blocks
+        num_missing = max(0, _num_blocks(stage, uncached_tokens) - num_free)
         return Offer(
             self.report.engine_id,
             num_requests=self.num_requests,
             num_tokens=self.num_tokens,
             queued_tokens=self._others_tokens + self._uncached_tokens,
-            uncached_tokens=self._num_uncached(stage),
+            uncached_tokens=uncached_tokens,
             token_s=self.report.token_s,
             used_blocks=load.num_blocks - max(0, num_free),
             # Those of a leader that was not asked for its load yet are unknown.
-            missing_blocks=max(0, stage.num_blocks - num_free) if load.num_blocks else 0,
+            missing_blocks=num_missing if load.num_blocks else 0,
         )
 
     def _num_uncached(self, stage: Stage) -> int:
@@ -211,13 +214,15 @@ class Leader:
     def submit(self, stage: Stage, to: Mailbox) -> None:
         """Send a request, whose outputs go to a mailbox until one has a finish reason."""
         request_id = stage.request.request_id
+        uncached_tokens = self._num_uncached(stage)
         queued_tokens = stage.num_tokens if stage.handoff is None else 0
-        taken = _Taken(stage, to, self._num_uncached(stage), queued_tokens)
+        num_blocks = _num_blocks(stage, uncached_tokens)
+        taken = _Taken(stage, to, uncached_tokens, queued_tokens, num_blocks)
         self._running[request_id] = self._queued[request_id] = taken
         self._num_tokens += stage.num_tokens
-        self._uncached_tokens += taken.uncached_tokens
+        self._uncached_tokens += uncached_tokens
         self._queued_tokens += queued_tokens
-        self._num_blocks += stage.num_blocks
+        self._num_blocks += num_blocks
         self._expected.update(stage.expected)
         self._queue_peaks[-1] = max(self._queue_peaks[-1], self._queued_tokens)
         self._connection.send(encode(Submit(stage.request, stage.handoff)))
@@ -236,7 +241,7 @@ class Leader:
     def _settle(self) -> None:
         """Take the oldest of what left the queue as reported."""
         _, taken = self._settling.popleft()
-        self._num_blocks -= taken.stage.num_blocks
+        self._num_blocks -= taken.num_blocks
         for prefix in taken.stage.expected:
             self._expected[prefix] -= 1
             if not self._expected[prefix]:

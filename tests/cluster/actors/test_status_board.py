@@ -109,7 +109,7 @@ def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_
     board = StatusBoard(["mixed"])
     loads = [SchedulerStats(num_running=1), SchedulerStats(num_waiting=2)]
     ranks = [
-        RankStats(RankPlace(dp_rank, 0, 3), 7, "node", "ready", scheduler=load)
+        RankStats(RankPlace(dp_rank, 0, 3), 7, "node", "ready", 1, load, {dp_rank: 0.1})
         for dp_rank, load in enumerate(loads)
     ]
     follower = RankStats(RankPlace(1, 1, 3), 8, "node", "ready")
@@ -126,6 +126,7 @@ def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_
         ("mixed/b/0", 3, "draining", "tcp://3"),
     ]
     assert [leader.load for leader in found[:2]] == loads
+    assert [leader.token_s for leader in found] == [{0: 0.1}, {1: 0.1}, {}]
     assert [(leader.config_hash, leader.last_end) for leader in found[1:]] == [
         ("ours", "killed"),
         ("theirs", ""),

@@ -211,3 +211,16 @@ def test_the_scheduler_fills_the_largest_captured_batch_and_none_above(
     )
     captured = resolve(asked, StepLimits(max_num_seqs, budget)).graph_bs
     assert max(decodes) == max(captured)
+
+
+@pytest.mark.feature("P08")
+def test_queued_tokens_are_those_that_no_step_has_computed_or_plans() -> None:
+    engine = sim.FakeEngine(sim.Shape(budget=8, max_num_seqs=2))
+    queued = []
+    for name in "ab":
+        engine.submit(sim.make_request(name, [ord(name)] * 12, max_tokens=3))
+    while engine.scheduler.has_unfinished:
+        queued.append(engine.scheduler.stats().num_queued_tokens)
+        engine.step()
+    # Eight of the first; its rest and four of the second; and that one's rest beside a decode.
+    assert queued[:4] == [24, 16, 8, 0] and not any(queued[3:]), queued

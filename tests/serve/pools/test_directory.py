@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from scripted import Connections, output_of, report_of, stage_of
+from scripted import Connections, output_of, report_of, request_of, stage_of
 
 from cluster.actors.reports import LeaderReport
-from cluster.wire.messages import MAX_ABORTS, Hello, Leave
+from cluster.observe.metrics import SchedulerStats
+from cluster.wire.messages import MAX_ABORTS, Hello, KVHandoff, Leave
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import NoLeader
+from serve.pools.directory import NoLeader, Stage
 from serve.pools.mailbox import Mailbox
 
 
@@ -95,6 +97,29 @@ async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
     connections.see(report_of(state="draining"), others())
     assert await chosen(connections, 2) == ["mixed/r/0"] * 2
     assert not [each for each in connections["mixed/r/0"].sent if isinstance(each, Leave)]
+
+
+@pytest.mark.feature("P08")
+async def test_kv_goes_where_blocks_are_free_and_not_just_taken() -> None:
+    connections = Connections({"decode": Routing.COST})
+    connections.see(
+        *(
+            replace(
+                report_of("decode", replica),
+                load=SchedulerStats(num_blocks=100, num_free_blocks=num_free),
+                token_s={1: 0.01, 6: 0.0003},  # as long with many rows as with one
+            )
+            for replica, num_free in (("a", 5), ("b", 50))
+        )
+    )
+    handoff = KVHandoff(7, "r", [], [], [], 2, 1, "layout", 30.0)
+    taken = []
+    for i in range(5):
+        stage = Stage(request_of(str(i), [1] * 200), handoff, 16)  # 13 blocks
+        leader = await connections.directory.choose("decode", stage)
+        leader.submit(stage, mailbox_of(str(i)))
+        taken.append(leader.report.replica_id)
+    assert taken == ["b"] * 4 + ["a"]
 
 
 async def test_a_leader_is_chosen_once_it_is_reported_ready_and_has_answered() -> None:
