@@ -91,6 +91,8 @@ class Leader:
         return sum(num_tokens for _, num_tokens in self._running.values())
 
     def see(self, report: LeaderReport) -> None:
+        if self.report.state == "draining" and report.state == "ready":
+            return  # a late answer of the board: whoever drains serves no more
         self.report = report
         num_unfinished = report.load.num_running + report.load.num_waiting
         self._num_others = max(0, num_unfinished - len(self._running))
@@ -99,6 +101,7 @@ class Leader:
         """Send a request, whose outputs go to a mailbox until one has a finish reason."""
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         self._running[request.request_id] = to, num_tokens
+        self._leaving.discard(request.request_id)  # it may have been here before
         self._connection.send(encode(Submit(request, handoff)))
 
     def abort(self, request_id: str) -> None:
