@@ -171,6 +171,8 @@ class Leader:
         return self.report.epoch, self._prefixes.number
 
     def see(self, report: LeaderReport) -> None:
+        if self.report.state == "draining" and report.state == "ready":
+            return  # a late answer of the board: whoever drains serves no more
         self.report = report
         if report.prefixes is not None:
             self._prefixes.apply(report.prefixes)
@@ -225,6 +227,7 @@ class Leader:
         self._num_blocks += num_blocks
         self._expected.update(stage.expected)
         self._queue_peaks[-1] = max(self._queue_peaks[-1], self._queued_tokens)
+        self._leaving.discard(request_id)  # it may have been here before
         self._connection.send(encode(Submit(stage.request, stage.handoff)))
 
     def _leave_queue(self, request_id: str) -> None:

@@ -72,7 +72,7 @@ class SimConnection:
         self.ended_at = inf
         self._is_accepted = self._is_forgotten = False
         """At the leader."""
-        self._will_lose = self._is_broken = False
+        self._will_lose = self.is_cut = False
         self._world, self._loop, self.directory_leader = world, world.loop, leader
         self._early: list[bytes] = []
         if self._held_s > SILENT_S:
@@ -101,7 +101,7 @@ class SimConnection:
             self._world.on_close(self)
         self.is_open = False
         self.ended_at = self._loop.now
-        if not self._is_broken:
+        if not self.is_cut:
             call = self.rank.process.call
             self._loop.at(self._arrival(is_back=False), call, self._forget)
 
@@ -168,11 +168,11 @@ class SimConnection:
 
     def _loses(self) -> bool:
         if self._will_lose:
-            self._will_lose, self._is_broken = False, True
+            self._will_lose, self.is_cut = False, True
             random, call = self._world.rng.random, self.rank.process.call
             self._loop.after(RESET_S * random(), self.end)
             self._loop.after(RESET_S * random(), call, self._forget)
-        return self._is_broken
+        return self.is_cut
 
     def on_gone(self) -> None:
         """Its leader's process has died."""

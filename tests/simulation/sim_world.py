@@ -555,9 +555,10 @@ class World:
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
-        # One that drained ends in its own time, while a read from it may not get on.
-        drained = [each for each in way if each.rank.group.replica.drains_from < inf]
-        times += [each.ended_at for each in drained if each.ended_at < inf]
+        # One that drained ends in its own time, and one that is cut with the next frame, while a
+        # read from it may not get on.
+        at_ease = (each for each in way if each.is_cut or each.rank.group.replica.drains_from < inf)
+        times += [each.ended_at for each in at_ease if each.ended_at < inf]
         return max(times, default=0.0)
 
     def on_deaths(self, attempts: list[str]) -> None:

@@ -148,8 +148,23 @@ async def test_a_leader_whose_state_changes_keeps_what_it_runs_and_gets_no_more(
     connections["mixed/a/0"].leader.deliver(output_of(0, [7], "length"))
     assert (await mailbox.get()).finish_reason == "length"
     connections.see(report_of(replica="a"))
-    assert set(await chosen(connections, 2)) == {"mixed/a/0", "mixed/b/0"}
+    again = {"mixed/a/0"} if state == "stuck" else set()  # who drains never serves again
+    assert set(await chosen(connections, 2)) == {"mixed/b/0"} | again
     assert len(connections.all) == 2
+
+
+async def test_what_comes_back_to_one_that_drains_is_told_to_leave_again() -> None:
+    connections = Connections()
+    connections.see(report_of(replica="a"))
+    await submit(connections, "r")
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    leader = connections["mixed/a/0"].leader
+    for told in (1, 2):
+        connections.see(report_of(replica="a", state="draining"), report_of(replica="b"))
+        leaves = [each for each in connections["mixed/a/0"].sent if isinstance(each, Leave)]
+        assert leaves == [Leave(["r"])] * told
+        leader.deliver(output_of(0, [], "moved"))
+        leader.submit(request_of("r"), None, mailbox_of("r"))
 
 
 async def test_requests_that_wait_go_in_the_order_in_which_they_came() -> None:
