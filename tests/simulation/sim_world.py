@@ -601,6 +601,8 @@ class World:
 
     def lose_calls(self, duration_s: float) -> None:
         self._calls_lost_until = self.loop.now + duration_s
+        # If a release is lost, its KV is held until then.
+        self.on_trouble(self._calls_lost_until + self.schedule.lease_s)
 
     def arrival(self, way: Any, mean_s: float = 0.001, *, not_before: float = 0.0) -> float:
         """Return when a frame arrives; those between two do in order."""
