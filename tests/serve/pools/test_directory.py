@@ -164,7 +164,7 @@ async def test_what_comes_back_to_one_that_drains_is_told_to_leave_again() -> No
         leaves = [each for each in connections["mixed/a/0"].sent if isinstance(each, Leave)]
         assert leaves == [Leave(["r"])] * told
         leader.deliver(output_of(0, [], "moved"))
-        leader.submit(request_of("r"), None, mailbox_of("r"))
+        leader.submit(stage_of(), mailbox_of())
 
 
 async def test_requests_that_wait_go_in_the_order_in_which_they_came() -> None:
