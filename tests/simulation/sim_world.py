@@ -555,9 +555,14 @@ class World:
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
-        # One that drained ends in its own time, and one that is cut with the next frame, while a
-        # read from it may not get on.
-        at_ease = (each for each in way if each.is_cut or each.rank.group.replica.drains_from < inf)
+        # One that is cut ends with the next frame, and one that drained when it lets go of what
+        # nobody could ask for: a read waits till then.
+        was_lost = self._calls_lost_until > 0.0
+        at_ease = (
+            each
+            for each in way
+            if each.is_cut or (was_lost and each.rank.group.replica.drains_from < inf)
+        )
         times += [each.ended_at for each in at_ease if each.ended_at < inf]
         return max(times, default=0.0)
 
