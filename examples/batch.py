@@ -1,7 +1,11 @@
 """Answer a file of conversations at once: an offline batch, alone or as a Ray job.
 
-    python examples/batch.py [--model CHECKPOINT] [--input FILE] [--output FILE]
-    ray job submit --address http://127.0.0.1:8265 --working-dir . -- python examples/batch.py
+    python examples/batch.py [--model CHECKPOINT] [--input FILE] [--output FILE] [--tp 2] [--dp 2]
+    ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
+        python examples/batch.py [--tp 2] [--dp 2]
+
+With `--tp` or `--dp` its ranks are actors of the cluster, each of which reserves a GPU where there
+are some; without, it runs in this process.
 
 Each line of the input is a body of /v1/chat/completions, of which `messages`, `temperature`, `seed`
 and `max_tokens` are read; the line of the same number in the output has the answer. Without an
@@ -72,6 +76,8 @@ def main() -> int:
     parser.add_argument("--model", help="a checkpoint; without one the bundled model")
     parser.add_argument("--input", type=Path)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that hold the model together")
+    parser.add_argument("--dp", type=int, default=1, help="engines that share the requests")
     options = parser.parse_args()
     try:
         asked = bodies(options.input)
@@ -79,7 +85,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    llm = LLM(options.model)
+    llm = LLM(options.model, tensor_parallel_size=options.tp, data_parallel_size=options.dp)
     answers = llm.chat([body["messages"] for body in asked], sampling)
     lines = [line_of(answer) for answer in answers]
     if options.output is None:

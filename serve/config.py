@@ -211,20 +211,20 @@ def check_device(config: DeployConfig, num_gpus: float) -> None:
         raise FieldError("device", wanted, "auto")
 
 
-def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
-    """Resolve the same arguments for one engine in this process (`LLM`)."""
+def offline_pool(raw: Mapping[str, Any]) -> PoolConfig:
+    """Resolve the same arguments for one rank group without a server (`LLM`)."""
     args = parse_args(raw, pools="mixed")
     if args.pools != "mixed":
-        raise FieldError("pools", "mixed for an engine in process", args.pools)
+        raise FieldError("pools", "mixed without a server", args.pools)
     _check_other_pools(args, ("mixed",))
-    for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
-        if (size := getattr(args.mixed, name)) != 1:
-            raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
-    engine = _pool_config("mixed", args, *_model(args), is_served=False).engine
-    if engine.compilation.serve_while_compiling == "on":
+    if args.mixed.replicas != 1:
+        wanted = "1 without a server (mixed.data_parallel_size is how many engines there are)"
+        raise FieldError("mixed.replicas", wanted, args.mixed.replicas)
+    pool = _pool_config("mixed", args, *_model(args), is_served=False)
+    if pool.engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
-        raise FieldError(field, "auto or off for an engine in process", "on")
-    return engine
+        raise FieldError(field, "auto or off without a server", "on")
+    return pool
 
 
 def _pool_config(

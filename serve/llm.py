@@ -1,4 +1,4 @@
-"""`LLM(...).generate`: the engine in this process, without Ray.
+"""`LLM(...).generate`: the engine in this process, without Ray; one of several ranks as Ray actors.
 
     from serve.llm import LLM, SamplingParams
 
@@ -6,26 +6,30 @@
     for output in llm.generate(["one prompt", "another"], SamplingParams(temperature=0)):
         print(output.outputs[0].text)
 
-Arguments are those of `deploy`, checked in the same way; the engine's step is the same too.
+Arguments are those of `deploy`, checked in the same way; the engine's step is the same too. With
+`tensor_parallel_size=2` or `data_parallel_size=2` there are two ranks, each an actor of the cluster
+that this process belongs to, as a Ray job does, or else of one that is started on this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from cluster.group.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import GenerateRequest, Submit, TokenLogprobs
+from cluster.wire.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
 from compile.config import CompilationConfig
+from model.config import ModelConfig
 from model.fields import Source, convert
 from serve.clients import UNKNOWN, CacheSalt, CacheSalts
-from serve.config import engine_config
+from serve.config import offline_pool
 from serve.requests.choice import Choice, GenerationError, StopStrings
 from serve.requests.sampling import Resolver, SamplingParams
 from serve.requests.structured import StructuredOutputsParams, Verdicts
@@ -83,27 +87,57 @@ class RequestOutput:
     """Empty, or one per prompt token; None for the first, which follows nothing."""
 
 
+class OfflineEngine(Protocol):
+    """The engine of one rank, or a group of several (`JobGroup`), which one thread uses. `step`
+    returns what has come since."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    def submit(self, submit: Submit) -> None: ...
+    def step(self) -> list[EngineOutput]: ...
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+
 class LLM:
     def __init__(
         self,
         model: str | Path | None = None,
         *,
         compilation_config: CompilationConfig | dict[str, Any] | str | int | None = None,
+        tensor_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
         """Load a checkpoint; None is the bundled one. FieldError for what cannot be used.
-        `compilation_config` is a configuration, its fields (also as JSON), or a level; `options`
-        are arguments of `deploy` that concern one engine."""
+        `compilation_config` is a configuration, its fields (also as JSON), or a level; the sizes
+        are those of `mixed.*`; `options` are arguments of `deploy` that concern one rank group."""
         if model is not None:
             options["model"] = str(model)
+        if tensor_parallel_size is not None:
+            options["mixed.tensor_parallel_size"] = tensor_parallel_size
+        if data_parallel_size is not None:
+            options["mixed.data_parallel_size"] = data_parallel_size
         if compilation_config is not None:
             options["compilation"] = compilation_config
-        self.config = engine_config(options)
-        self.tokenizer = Tokenizer.from_dir(Path(self.config.model_path))
-        self.runner = ModelRunner(RankContext(self.config))
-        self.engine = assemble_engine(self.config, self.runner)
-        assert self.runner.grammars is not None, "the only rank samples"
-        self._grammar_text = partial(Verdicts().find, self.runner.grammars.vocabulary)
+        pool = offline_pool(options)
+        self.config = pool.engine
+        path = Path(self.config.model_path)
+        self.tokenizer = Tokenizer.from_dir(path)
+        self._vocab_size = ModelConfig.from_dir(path).vocab_size
+        self.engine: OfflineEngine
+        if self.config.parallel.world_size > 1:
+            from cluster.grammar.compile import vocabulary_of
+            from serve.pools.job_group import JobGroup  # which imports Ray
+
+            group = JobGroup(pool)
+            weakref.finalize(self, group.close).atexit = False  # it ends by itself then
+            self.engine, vocabulary = group, vocabulary_of(path, self._vocab_size)
+        else:
+            self.runner = ModelRunner(RankContext(self.config))
+            self.engine = assemble_engine(self.config, self.runner)
+            assert self.runner.grammars is not None, "the only rank samples"
+            vocabulary = self.runner.grammars.vocabulary
+        self._grammar_text = partial(Verdicts().find, vocabulary)
         self._salts = CacheSalts()
         self._ids = count()
 
@@ -162,7 +196,7 @@ class LLM:
         resolver = Resolver(
             params,
             max_model_len=self.config.max_model_len,
-            vocab_size=self.runner.model_config.vocab_size,
+            vocab_size=self._vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
             grammar_text=self._grammar_text,
         )

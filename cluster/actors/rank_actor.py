@@ -19,7 +19,7 @@ from cluster.actors.artifact_board import RayExchange
 from cluster.actors.placement import cores_of_node, ranks_beside
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.group.context import RankContext, RankPlace, RankStats, num_cores
+from cluster.group.context import LOOPBACK, RankContext, RankPlace, RankStats, num_cores
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadClock, LoadProgress, keep_what_is_loaded
@@ -40,7 +40,9 @@ class RankActor:
         engine_id: str,
         credentials: Credentials,
         artifact_board: Any,
+        *,
         is_on_one_node: bool,
+        is_reached_from_one_node: bool,
         first_bundle: int,
     ) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -51,7 +53,7 @@ class RankActor:
         self._context = RankContext(
             config,
             place,
-            host=ray.util.get_node_ip_address(),
+            host=LOOPBACK if is_reached_from_one_node else ray.util.get_node_ip_address(),
             credentials=credentials,
             engine_id=engine_id,
             node=node,

@@ -73,13 +73,16 @@ def create_group(
     engine_id: str,
     credentials: Credentials,
     epoch: int = 0,
+    clients_node: str = "",
 ) -> RankGroup:
-    """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on."""
+    """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on.
+    clients_node: the only node from which anything connects to them, if there is just one."""
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
     bundles = bundles_by_node(placement_group, first_bundle, len(places))
     nodes = [node for _, node in bundles]
     is_near = len(set(nodes)) == 1 and "" not in nodes
+    is_alone = is_near and nodes[0] == clients_node
     size = config.parallel.tensor_parallel_size
     for i in range(0, len(places), size):
         if (num_nodes := len(set(nodes[i : i + size]))) > 1:
@@ -92,7 +95,14 @@ def create_group(
                 placement_group, placement_group_bundle_index=bundle
             ),
         ).remote(
-            config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near, first_bundle
+            config,
+            place,
+            f"{engine_id}/{place.dp_rank}",
+            credentials,
+            board,
+            is_on_one_node=is_near,
+            is_reached_from_one_node=is_alone,
+            first_bundle=first_bundle,
         )
         for (bundle, _), place in zip(bundles, places, strict=True)
     ]

@@ -180,6 +180,14 @@ class Vocabulary:
             masks[index, word] = without | is_set << np.uint32(bit)
 
 
+def vocabulary_of(checkpoint: Path, vocab_size: int) -> Vocabulary | VocabularyError:
+    """Return a checkpoint's vocabulary, or why its requests cannot have grammars."""
+    try:
+        return Vocabulary(checkpoint / "tokenizer.json", vocab_size)
+    except VocabularyError as error:
+        return error
+
+
 def _has_metaspace(decoder: dict[str, Any] | None) -> bool:
     """Return whether U+2581 stands for a space in a way that the library does not know."""
     parts = (decoder or {}).get("decoders", [decoder or {}])

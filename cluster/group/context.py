@@ -49,6 +49,8 @@ class RankContext:
     config: EngineConfig
     place: RankPlace = RankPlace()
     host: str = LOOPBACK
+    """Where ingresses and readers of KV reach this rank; the loopback interface if all of them are
+    on its node."""
     credentials: Credentials = field(
         default_factory=lambda: Credentials("", secrets.token_bytes(SECRET_BYTES))
     )

@@ -317,16 +317,11 @@ def _grammars(context: RankContext, wake: Callable[[], None]) -> GrammarMasks | 
     if importlib.util.find_spec("llguidance") is None:
         log.warning("llguidance is not installed: requests with a grammar are refused")
         return None
-    from cluster.grammar.compile import Vocabulary, VocabularyError
+    from cluster.grammar.compile import vocabulary_of
     from cluster.grammar.masks import GrammarMasks
 
     path = Path(context.config.model_path)
-    vocab_size = ModelConfig.from_dir(path).vocab_size
-    vocabulary: Vocabulary | VocabularyError
-    try:
-        vocabulary = Vocabulary(path / "tokenizer.json", vocab_size)
-    except VocabularyError as error:
-        vocabulary = error
+    vocabulary = vocabulary_of(path, ModelConfig.from_dir(path).vocab_size)
     return GrammarMasks(vocabulary, num_threads=context.threads, wake=wake)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.config import EngineConfig
 from compile.config import FIELDS, WANTED, CompilationConfig, CUDAGraphMode, DynamicShapes
 from compile.errors import FieldError
 from serve.arguments import parse_args
-from serve.config import deploy_config, engine_config
+from serve.config import deploy_config, offline_pool
 from serve.llm import LLM
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
@@ -58,6 +59,11 @@ OTHER: dict[str, Any] = {
 """Every field as YAML has it, none of them at its default where another value is run already."""
 
 
+def engine_of(raw: dict[str, Any]) -> EngineConfig:
+    """Return that of an engine without a server."""
+    return offline_pool(raw).engine
+
+
 def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the compilation fields that arguments stand for."""
     return parse_args(raw).compilation
@@ -75,9 +81,9 @@ def pools(**raw: Any) -> list[CompilationConfig]:
 def test_every_field_reaches_the_engine_from_text_and_from_yaml() -> None:
     assert list(OTHER) == list(FIELDS)
     text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in OTHER.items()}
-    by_text = engine_config({f"compilation.{name}": value for name, value in text.items()})
-    by_alias = engine_config({f"cc.{name}": value for name, value in text.items()})
-    by_yaml = engine_config({"compilation": yaml.safe_load(yaml.safe_dump(OTHER))})
+    by_text = engine_of({f"compilation.{name}": value for name, value in text.items()})
+    by_alias = engine_of({f"cc.{name}": value for name, value in text.items()})
+    by_yaml = engine_of({"compilation": yaml.safe_load(yaml.safe_dump(OTHER))})
     assert by_text == by_alias == by_yaml
     found = by_text.compilation.to_dict()
     # Batch sizes are resolved to an ascending list.
@@ -101,7 +107,7 @@ def test_levels_objects_json_and_configurations_mean_the_same() -> None:
     for built in (config, replace(config, graph_bs=(1,))):
         assert CompilationConfig(**fields_of({"compilation": built})) == config
     # A configuration says its level, a bare one that nothing is compiled.
-    assert engine_config({"compilation": CompilationConfig()}).compilation.level == 0
+    assert engine_of({"compilation": CompilationConfig()}).compilation.level == 0
 
 
 @pytest.mark.feature("Q01")
@@ -186,7 +192,7 @@ OPTIONS = "compilation.inductor_compile_config: wanted "
     ],
 )
 def test_a_bad_field_is_one_line(raw: dict[str, Any], line: str) -> None:
-    for build in (deploy_config, engine_config):
+    for build in (deploy_config, offline_pool):
         with pytest.raises(FieldError) as caught:
             build(raw)
         assert str(caught.value).startswith(line)
@@ -371,7 +377,7 @@ def test_a_pool_has_the_mode_that_fits_its_steps() -> None:
         for level in (0, 1, 2):
             for config in pools(pools=name, device="cuda", O=level):
                 assert (config.level, config.cudagraph_mode) == (level, NONE)
-    assert engine_config({}).compilation.level == 3
+    assert engine_of({}).compilation.level == 3
 
 
 @pytest.mark.feature("N03", "C05")
@@ -390,9 +396,9 @@ def test_pools_serve_while_they_compile_and_an_engine_in_process_does_not() -> N
     asked = yaml.safe_load("compilation: {serve_while_compiling: on}")
     for raw, wanted in (({}, "on"), (asked, "on"), ({"cc.serve_while_compiling": "off"}, "off")):
         assert {each.serve_while_compiling for each in pools(**raw, device="cpu")} == {wanted}
-    assert engine_config({"device": "cpu"}).compilation.serve_while_compiling == "off"
+    assert engine_of({"device": "cpu"}).compilation.serve_while_compiling == "off"
     with pytest.raises(FieldError, match=r"^compilation\.serve_while_compiling: wanted auto or of"):
-        engine_config({**asked, "device": "cpu"})
+        engine_of({**asked, "device": "cpu"})
 
 
 @pytest.mark.feature("A09")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.reports import ScalingTargets
-from cluster.config import CacheConfig, Placement, Role, SchedulerConfig
+from cluster.config import CacheConfig, EngineConfig, Placement, Role, SchedulerConfig
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
 from model.fields import hints_of, members, words_for
@@ -28,7 +28,7 @@ from serve.arguments import (
     parse_args,
     split_dashed,
 )
-from serve.config import check_device, deploy_config, engine_config
+from serve.config import check_device, deploy_config, offline_pool
 
 MIXED = {"pools": "mixed"}
 SECTIONS = {
@@ -48,6 +48,11 @@ compilation_config:
   level: 2
   cudagraph_capture_sizes: [1, 2, 4]
 """
+
+
+def engine_config(raw: dict[str, Any]) -> EngineConfig:
+    """Return that of an engine without a server."""
+    return offline_pool(raw).engine
 
 
 def written(folder: Path, text: str | bytes) -> str:
@@ -419,11 +424,10 @@ def test_ranks_that_share_experts_cannot_step_apart(tmp_path: Path) -> None:
     assert refused(raw).startswith("lockstep: wanted on for a model with experts")
 
 
-@pytest.mark.parametrize("field", ["replicas", "tensor_parallel_size", "data_parallel_size"])
-def test_an_engine_in_process_is_one_rank(field: str) -> None:
-    line = refused({f"mixed.{field}": 2}, engine_config)
-    assert line.startswith(f"mixed.{field}: wanted 1 for an engine in process")
-    line = refused({f"decode.{field}": 2}, engine_config)
+def test_without_a_server_there_is_one_pool_of_one_group() -> None:
+    line = refused({"mixed.replicas": 2}, offline_pool)
+    assert line.startswith("mixed.replicas: wanted 1 without a server (mixed.data_parallel_size is")
+    line = refused({"decode.replicas": 2}, offline_pool)
     assert line.startswith("decode: wanted nothing where pools=mixed")
 
 

@@ -347,6 +347,22 @@ def test_a_job_runs_an_offline_batch(cluster: Cluster, tmp_path: Path) -> None:
     assert "line 1: wanted" in printed and "colour" in printed
 
 
+@pytest.mark.feature("P01", "R04")
+@pytest.mark.parametrize("ranks", ["--tp", "--dp"])
+def test_a_job_has_several_ranks(cluster: Cluster, ranks: str) -> None:
+    script = str(ROOT / "examples" / "batch.py")
+    submit = ("ray", "job", "submit", "--working-dir", ".", "--", "python", script)
+    printed = run(cluster, *submit, ranks, "2")
+    assert '"text": "42"' in printed and "succeeded" in printed
+
+
+@pytest.mark.feature("R03", "R04")
+def test_a_job_serves_while_it_runs(cluster: Cluster) -> None:
+    script = str(ROOT / "examples" / "serve_in_job.py")
+    printed = run(cluster, "ray", "job", "submit", "--working-dir", ".", "--", "python", script)
+    assert "What is 12 + 30? -> 42" in printed and "succeeded" in printed
+
+
 @pytest.mark.feature("Y05", "R05")
 def test_ray_data_answers_a_dataset(cluster: Cluster) -> None:
     script = str(ROOT / "examples" / "ray_data.py")
