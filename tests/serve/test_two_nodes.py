@@ -45,7 +45,7 @@ def told(**size):
 print(json.dumps([
     dict(answers=answers(LLM(**OPTIONS))),
     told(tensor_parallel_size=2),
-    told(data_parallel_size=2, placement_strategy="SPREAD"),
+    told(data_parallel_size=2, placement_strategy="STRICT_SPREAD"),
 ]))
 ray.shutdown()
 cluster.shutdown()
