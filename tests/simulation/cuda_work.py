@@ -49,7 +49,7 @@ from cluster.wire.messages import (
     StepPlan,
     Submit,
 )
-from serve.config import engine_config
+from serve.config import offline_pool
 from serve.llm import LLM
 from serve.requests.sampling import Resolver, SamplingParams
 
@@ -219,7 +219,7 @@ class _Side:
 
 class Pair:
     def __init__(self, model: Path, device: str, options: dict[str, Any]) -> None:
-        config = engine_config({"model": str(model), "device": device, **options})
+        config = offline_pool({"model": str(model), "device": device, **options}).engine
         self._prefill = _Side(replace(config, role=Role.PREFILL))
         self._decode = _Side(replace(config, role=Role.DECODE))
         self._sides = (self._prefill, self._decode)
