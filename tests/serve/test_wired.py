@@ -248,6 +248,19 @@ def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_promp
     assert [rank["prompt_tokens_computed"] for rank in ranks["decode"]] == [0, 0]
 
 
+@pytest.mark.feature("R17")
+def test_prompts_go_to_the_prefill_engine_that_has_their_beginning_cached(
+    client: openai.OpenAI,
+) -> None:
+    head = " ".join(f"{number}," for number in range(500, 580))
+    cached: list[int] = []
+    for number in range(6):
+        usage = complete(client, f"{head} {number}", max_tokens=1).usage
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+        assert usage.prompt_tokens > 200
+    assert cached[0] < 100 and all(num_tokens > 200 for num_tokens in cached[1:]), cached
+
+
 @pytest.mark.feature("R13", "R19")
 def test_more_sequences_than_may_wait_are_refused_and_the_page_counts_those_that_live(
     app: Any, client: openai.OpenAI
