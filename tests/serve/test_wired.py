@@ -6,6 +6,7 @@ Its limits are small enough to be met; prompts run in a group of two engines, de
 from __future__ import annotations
 
 import json
+import operator
 import os
 import signal
 import socket
@@ -250,15 +251,24 @@ def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_promp
 
 @pytest.mark.feature("R17")
 def test_prompts_go_to_the_prefill_engine_that_has_their_beginning_cached(
-    client: openai.OpenAI,
+    app: Any, client: openai.OpenAI
 ) -> None:
-    head = " ".join(f"{number}," for number in range(500, 580))
-    cached: list[int] = []
-    for number in range(6):
-        usage = complete(client, f"{head} {number}", max_tokens=1).usage
-        cached.append(usage.prompt_tokens_details.cached_tokens)
-        assert usage.prompt_tokens > 200
-    assert cached[0] < 100 and all(num_tokens > 200 for num_tokens in cached[1:]), cached
+    """Several beginnings come at once, and are divided; then each comes again, alone."""
+
+    def num_cached(start: int) -> int:
+        head = " ".join(f"{number}," for number in range(start, start + 80))
+        usage = complete(client, f"{head} and", max_tokens=1).usage
+        assert usage.prompt_tokens > 300
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    def num_computed() -> list[int]:
+        return [rank["prompt_tokens_computed"] for rank in app.ready_ranks("prefill")]
+
+    before, starts = num_computed(), range(1000, 5000, 1000)
+    with ThreadPoolExecutor(len(starts)) as threads:
+        assert max(threads.map(num_cached, starts)) < 100
+    app.wait_until(lambda: all(map(operator.gt, num_computed(), before)))
+    assert min(map(num_cached, starts)) > 300
 
 
 @pytest.mark.feature("R13", "R19")
