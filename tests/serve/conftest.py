@@ -107,7 +107,7 @@ class Server:
         self,
         is_met: Callable[[], Any],
         told: Callable[[], Any] | None = None,
-        timeout_s: float = 900,
+        timeout_s: float = 600,
         period_s: float = 0.05,
     ) -> Any:
         """Return what `is_met` returns once that is true.
