@@ -82,4 +82,4 @@ def test_a_batch_goes_on_when_a_rank_is_killed(start: Callable[..., LLM]) -> Non
     assert [each.outputs[0].token_ids for each in found] == [
         each.outputs[0].token_ids for each in wanted
     ]
-    assert group._core.group.epoch == 1
+    assert group._core.group.epoch >= 1
