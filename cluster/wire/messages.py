@@ -87,14 +87,16 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknow
 
 class GrowingWire(Wire, frozen=True, forbid_unknown_fields=False):
     """Base of what ingresses and leaders, holders of KV and its readers exchange. While one
-    deployment replaces another, those of protocol version N and N - 1 read each other:
+    deployment replaces another, those of protocol version N and N - 1 read each other. So a change
+    that counts `PROTOCOL_VERSION` up by one is one of these:
 
     - A new field comes last, with a default that means what was before. Whoever does not know it
       yet skips it. One that changes tokens counts up `NUMERICS_VERSION` (`serve/config.py`) too, so
       that no engine that would skip it gets the request.
     - A new kind of frame, or member of an enum, goes only to those whose reported version has it.
-    - `RankProcess` stays as it is: readers encode it again to be compared.
-    - Everything else counts `PROTOCOL_VERSION` up by two, and then nothing is exchanged.
+
+    `RankProcess` never changes: readers encode it again to be compared. Any other change counts up
+    by two, and then nothing is exchanged.
     """
 
 
