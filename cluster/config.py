@@ -110,6 +110,8 @@ class EngineConfig:
     """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
     steps of that size have taken a fifth of it."""
     log_format: str = "text"
+    kv_hash: str = ""
+    """Engines with an equal one may read each other's KV."""
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.transfer.transport == "shm":

@@ -25,6 +25,19 @@ DEFAULT_WARMUPS = {"num_warmups_full": 1, "num_warmups_piecewise": 3}
 DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::mla_attention")
 """Attention: its metadata changes with each step. A model need not have both."""
 
+KEYED_FIELDS = (
+    "level",
+    "splitting_ops",
+    "use_inductor",
+    "inductor_compile_config",
+    "dynamic_shapes",
+    "evaluate_guards",
+    "passes",
+)
+"""Fields that change generated code. `compiler` is one too, by the name that auto stands for. The
+others select which code is needed or how it is run; each size has its own entry. A test lists them,
+so that a new field must be put into one list or the other."""
+
 MAX_SIZE = 1 << 20
 """Of a batch. A larger one is a typing error, and a rule that fills sizes in would not end."""
 _OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")

@@ -305,6 +305,10 @@ def _experts(file: _File, given: Mapping[str, Any]) -> Experts | None:
     return experts if any(is_sparse) else None
 
 
+KV_AXES = ("layers", "kv", "block", "heads", "dim")
+"""Of a block, outermost first; keys, then values."""
+
+
 def fingerprint(checkpoint_dir: Path) -> bytes:
     """Return a digest of a checkpoint's configuration, tokenizer and weights: equal for copies.
     Weights are sampled: a change of a few numbers is not noticed."""

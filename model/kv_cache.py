@@ -16,11 +16,12 @@ import torch
 
 from compile.context import KVCacheTensor
 from compile.errors import FieldError
+from model.config import KV_AXES
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What a block of KV is made of; two ranks can exchange blocks if their `layout` is equal."""
+    """What a block of KV is made of; the ranks of a group have one `layout`."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,10 +41,9 @@ class KVCacheSpec:
 
     @property
     def layout(self) -> str:
-        """Name dtype and shape of a block; equal on both sides of a transfer."""
-        layers, two, block, heads, dim = self.block_shape
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name}:layers{layers}:kv{two}:block{block}:heads{heads}:dim{dim}"
+        """Name dtype and shape of a block."""
+        sizes = (f"{axis}{size}" for axis, size in zip(KV_AXES, self.block_shape, strict=True))
+        return ":".join((str(self.dtype).removeprefix("torch."), *sizes))
 
     def num_blocks_for(self, memory_bytes: int) -> int:
         """Return how many blocks fit, the scratch block counted like any other."""

@@ -78,7 +78,8 @@ def deploy(args: dict[str, Any]) -> Application:
 
 
 def build(config: DeployConfig) -> Application:
-    pools = [_pool_deployment(config, pool).bind(pool, config.config_hash) for pool in config.pools]
+    hashes = config.config_hash, config.numerics_hash
+    pools = [_pool_deployment(config, pool).bind(pool, *hashes) for pool in config.pools]
     ingress = ray_serve.deployment(
         name=INGRESS,
         num_replicas=config.num_ingresses,

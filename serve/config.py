@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from cluster.config import (
 from cluster.engine.blocks import check_num_blocks
 from cluster.observe.metrics import Described
 from cluster.wire.messages import PROTOCOL_VERSION
-from compile.config import CompilationConfig
+from compile.config import KEYED_FIELDS, CompilationConfig
 from compile.errors import FieldError
 from compile.resolve import PRESETS, StepLimits, resolve
-from model.config import ModelConfig, fingerprint
+from model.config import KV_AXES, ModelConfig, fingerprint
 from serve.arguments import (
     POOLS,
     DeployArgs,
@@ -50,8 +50,9 @@ BUNDLED_NAME = "lockstep-tiny"
 BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 """A GPU's longer steps compute more tokens a second. A CPU's do not, while the first token of every
 prompt in them, and the next one of every stream, waits for their end."""
-LOCAL_FIELDS = ("cache_dir", "debug_dump_path")
-"""Of compilation: where a machine keeps files. Processes need not agree on it."""
+NUMERICS_VERSION = 1
+"""Counted up with each change of kernels, of the sampler or of a request's fields by which requests
+get other tokens than from the release before."""
 MAX_INGRESSES = 64
 """Engines send to 128 addresses, and while a deployment is replaced both have theirs."""
 MAX_SEQUENCES = 1024
@@ -120,11 +121,14 @@ class PoolConfig:
 @dataclass(frozen=True)
 class DeployConfig:
     """Everything that a deployment is built from. Invariant: `pools` is (prefill, decode) or
-    (mixed,); `config_hash` is equal in all processes that may talk to each other."""
+    (mixed,)."""
 
     model_path: str
     pools: tuple[PoolConfig, ...]
     config_hash: str
+    """Of all that ranks are told, and Serve about them."""
+    numerics_hash: str
+    """Of all that decides which tokens a request gets, see `Hashes`."""
     api: ApiSettings = field(repr=False)
     """The keys among its arguments are not to be seen in a log."""
 
@@ -201,7 +205,10 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
             ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
         ),
     )
-    return DeployConfig(str(path), pools, _config_hash(engine, args, names), api)
+    content = fingerprint(path)
+    pools = tuple(replace(p, engine=replace(p.engine, kv_hash=_kv_hash(content, p))) for p in pools)
+    config_hash = _digest(content, PROTOCOL_VERSION, pools)
+    return DeployConfig(str(path), pools, config_hash, _numerics_hash(content, pools), api)
 
 
 def check_device(config: DeployConfig, num_gpus: float) -> None:
@@ -404,24 +411,23 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
     return (Path(args.model).expanduser().absolute().name,)
 
 
-def _config_hash(engine: EngineConfig, args: DeployArgs, names: tuple[str, ...]) -> str:
-    """Identify what two processes must agree on before they exchange tokens or KV. Of compilation,
-    what was asked of the pools counts, each of which resolves that by itself; of other settings
-    that a pool may have of its own, none, since no token depends on them."""
-    told = [getattr(args, name).compilation or args.compilation for name in names]
+def _kv_hash(content: bytes, pool: PoolConfig) -> str:
+    engine = pool.engine
+    size = engine.parallel.tensor_parallel_size
+    return _digest(content, KV_AXES, engine.dtype, engine.cache.block_size, size)
+
+
+def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:
+    """Of compilation, what changes generated code counts. Which sizes it is generated and captured
+    for does not: a sequence meets all of them, as others come and go."""
+    engine = pools[0].engine
     compilations = {
-        repr({key: value for key, value in fields.items() if key not in LOCAL_FIELDS})
-        for fields in (CompilationConfig(**each).to_dict() for each in told)
+        repr([fields[name] for name in (*KEYED_FIELDS, "compiler")])
+        for fields in (pool.engine.compilation.to_dict() for pool in pools)
     }
-    facts = (
-        PROTOCOL_VERSION,
-        engine.dtype,
-        engine.cache.block_size,
-        engine.max_model_len,
-        engine.parallel.tensor_parallel_size,
-        engine.overlap,
-        args.enforce_eager,
-        sorted(compilations),
-    )
-    content = fingerprint(Path(engine.model_path))
+    facts = (engine.device, engine.dtype, engine.max_model_len, sorted(compilations))
+    return _digest(content, NUMERICS_VERSION, *facts)
+
+
+def _digest(content: bytes, *facts: object) -> str:
     return hashlib.sha256(content + repr(facts).encode()).hexdigest()[:16]

@@ -70,7 +70,7 @@ class Ingress:
         directory = Directory(
             {pool.name: pool.routing for pool in config.pools},
             self._links.connect,
-            config_hash=config.config_hash,
+            numerics_hash=config.numerics_hash,
             max_wait_s=config.args.max_queue_wait_s,
         )
         quarantine = Quarantine(ActorLock(app_name, ingress_id))

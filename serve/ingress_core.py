@@ -258,7 +258,7 @@ class IngressCore:
             ingress_id=self._id,
             pid=os.getpid(),
             node=self._node,
-            config_hash=self._config.config_hash,
+            numerics_hash=self._config.numerics_hash,
             loading=(loading,) if self._tokenizer is None else (),
             num_live=self._admission.num_live,
             is_watched=now - self._watched_at < WATCHED_S,

@@ -1,4 +1,5 @@
-"""What pool replicas and ingresses report to the status board, and what it shows of that."""
+"""What pool replicas and ingresses report to the status board, and what it shows of that. Processes
+of two releases do: a field that is added has a plain default, which a report without it has too."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from cluster.group.context import RankStats
 from cluster.observe.counts import BUCKET, Counts
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import INGRESS, SchedulerStats
+from cluster.wire.credentials import Hashes
 
 OUTDATED = "outdated"
 
@@ -58,7 +60,7 @@ class ReplicaReport:
     last_end: str = ""
     """How the group before this one ended."""
     error: str = ""
-    config_hash: str = ""
+    hashes: Hashes = field(default=Hashes(""))
     is_stuck: bool = False
     """The watchdog ended its group, which does not serve again yet."""
     counts: Counts = field(default_factory=dict)
@@ -77,7 +79,7 @@ class LeaderReport:
     state: str
     """Of its replica."""
     inbox: str
-    config_hash: str
+    hashes: Hashes
     last_end: str
     """How its group ended last, in the epoch before; empty if none has."""
     load: SchedulerStats = field(default_factory=SchedulerStats)
@@ -105,7 +107,7 @@ def leaders_of(report: ReplicaReport) -> list[LeaderReport]:
             report.epoch,
             report.state,
             inbox,
-            report.config_hash,
+            report.hashes,
             report.last_end,
         )
         for dp_rank, inbox in enumerate(report.inboxes)
@@ -163,7 +165,7 @@ class IngressReport:
     ingress_id: str
     pid: int
     node: str
-    config_hash: str
+    numerics_hash: str
     loading: tuple[LoadProgress, ...]
     """Empty once it can answer."""
     num_live: int
@@ -178,17 +180,18 @@ class IngressReport:
 def ready_body(
     reports: Mapping[str, Sequence[ReplicaReport]],
     ingresses: Sequence[IngressReport],
-    config_hash: str | None,
+    numerics_hash: str | None,
     scaling: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the body of `/ready`; replicas of a deployment with another hash are outdated.
+    """Return the body of `/ready`; replicas that requests of these numerics cannot go to are
+    outdated.
     `scaling`: by pool what its policy decided last, of those that are scaled."""
     pools: dict[str, dict[str, Any]] = {
-        pool: {"replicas": [_replica_body(report, config_hash) for report in found]}
+        pool: {"replicas": [_replica_body(report, numerics_hash) for report in found]}
         | ({"scaling": scaling[pool]} if pool in scaling else {})
         for pool, found in reports.items()
     }
-    ours = [report for report in ingresses if config_hash in (None, report.config_hash)]
+    ours = [report for report in ingresses if numerics_hash in (None, report.numerics_hash)]
     loading = [
         {**asdict(p), "what": f"{pool}: {p.what}", "pool": pool, "replica": report.replica_id}
         for pool, found in reports.items()
@@ -305,8 +308,8 @@ def _engine_figures(counts: Counts) -> dict[str, Any]:
     return {**_flat(counts, _ENGINE_FIGURES), "steps": steps, "replays": replays}
 
 
-def _replica_body(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
-    is_ours = config_hash in (None, report.config_hash)
+def _replica_body(report: ReplicaReport, numerics_hash: str | None) -> dict[str, Any]:
+    is_ours = numerics_hash is None or report.hashes.can_serve(numerics_hash)
     entry: dict[str, Any] = {
         "id": report.replica_id,
         "state": report.state if is_ours else OUTDATED,

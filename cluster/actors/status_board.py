@@ -154,7 +154,7 @@ class StatusBoard:
         self._ingresses[report.ingress_id] = (now, report)
         if report.counts is not None:
             self.count(report.ingress_id, report.counts)
-        body = self.snapshot(report.config_hash)
+        body = self.snapshot(report.numerics_hash)
         reports = [known for _, known in self._ingresses.values()]
         is_watched = any(known.is_watched for known in reports)
         leaders = [
@@ -212,12 +212,12 @@ class StatusBoard:
     def actors(self) -> dict[str, dict[str, list[Any]]]:
         return self._actors
 
-    def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
+    def snapshot(self, numerics_hash: str | None = None) -> dict[str, Any]:
         self._forget_lost(time.monotonic())
         reports = {pool: [r for _, r in by_id.values()] for pool, by_id in self._reports.items()}
         ingresses = [report for _, report in self._ingresses.values()]
         scaling = {pool: decided for pool, (_, decided) in self._scaling.items()}
-        return ready_body(reports, ingresses, config_hash, scaling)
+        return ready_body(reports, ingresses, numerics_hash, scaling)
 
     def figures(self) -> dict[str, Any]:
         """Return what the status page shows; it may fall when the board is made anew."""

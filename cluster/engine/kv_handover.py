@@ -66,7 +66,7 @@ class KVHandover:
             generations=generations,
             num_tokens=seq.num_computed_tokens,
             block_bytes=metadata.block_bytes,
-            layout=metadata.layout,
+            kv_hash=metadata.kv_hash,
             lease_s=metadata.lease_s,
         )
 

@@ -168,15 +168,16 @@ class Scheduler:
             while len(self._early_aborts) > MAX_EARLY_ABORTS:
                 self._early_aborts.popitem(last=False)
 
-    def leave(self, request_ids: Iterable[str]) -> None:
+    def leave(self, request_ids: Iterable[str], *, with_kv: bool = True) -> None:
         """Let requests go on elsewhere. What has blocks, or is to get them from a handoff, leaves
-        with its next token and its KV, the rest at once. Unknown ids have ended."""
+        with its next token, and with its KV if that can be read there; the rest at once. Unknown
+        ids have ended."""
         for request_id in request_ids:
             seq = self._unfinished.get(request_id)
             if seq is None or not self._handover.can_hold:
                 continue
             if seq.block_table or seq.handoff is not None:
-                seq.is_leaving = True
+                seq.is_leaving, seq.leaves_kv = True, with_kv
             elif self._leave_queue(seq):
                 self._waiting.remove(seq)
 
@@ -588,7 +589,10 @@ class Scheduler:
             self._end(seq, FinishReason.LENGTH)
         elif self._leaves(seq) and not self._is_in_flight(seq):
             # If a step planned before it was to leave computes it still, it leaves after that.
-            handoff = self._hand_over(seq)
+            if self._is_prefill or seq.leaves_kv:  # a prompt's KV is for another pool
+                handoff = self._hand_over(seq)
+            else:
+                self._end(seq, FinishReason.MOVED)
         return EngineOutput(
             request_id=seq.request.request_id,
             position=position,

@@ -77,6 +77,8 @@ class Sequence:
     """Head blocks known to be scratch in the table: a sliding window has passed them."""
     is_leaving: bool = False
     """Whether another engine is to go on with it after its next token."""
+    leaves_kv: bool = True
+    """If so, whether its KV is held for that one."""
     row: int = -1
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""

@@ -57,7 +57,7 @@ class HandoffMetadata:
     sources: list[KVSource]
     """One per tensor-parallel rank, in order."""
     block_bytes: int
-    layout: str
+    kv_hash: str
     lease_s: float
 
     def find_error(self, handoff: KVHandoff, num_tokens: int, num_blocks: int) -> str:
@@ -65,7 +65,7 @@ class HandoffMetadata:
         places = [source.tp_rank for source in handoff.sources]
         for name, wanted, found in (
             ("sources", [source.tp_rank for source in self.sources], places),
-            ("layout", self.layout, handoff.layout),
+            ("kv_hash", self.kv_hash, handoff.kv_hash),
             ("block_bytes", self.block_bytes, handoff.block_bytes),
             ("num_tokens", num_tokens, handoff.num_tokens),
             ("block_ids", num_blocks, len(handoff.block_ids)),

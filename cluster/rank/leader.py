@@ -181,7 +181,7 @@ class Leader(Rank):
                 case Abort():
                     self.engine.scheduler.abort(message.request_ids)
                 case Leave():
-                    self.engine.scheduler.leave(message.request_ids)
+                    self.engine.scheduler.leave(message.request_ids, with_kv=message.with_kv)
 
     def _expect(self, request_id: str, peer: bytes) -> bool:
         """Note where a request's outputs go; return whether it is a new one."""
@@ -241,7 +241,7 @@ class Leader(Rank):
         metadata = HandoffMetadata(
             sources=[transfer.source, *(hello.source for hello in followers)],
             block_bytes=self.runner.kv_spec.block_bytes,
-            layout=self.runner.kv_spec.layout,
+            kv_hash=context.config.kv_hash,
             lease_s=context.config.transfer.lease_s,
         )
         return assemble_engine(

@@ -1,9 +1,10 @@
 """Structures that travel between processes, and the way on and off the wire.
 
-All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
-frame that is too short, too long or of another type is refused instead of being filled in. So is a
-request with a value that no model and no configuration could take: bounds are in the fields' types.
-What depends on the engine is checked by its `RequestLimits`.
+All of them are array-like msgspec structs. Those within a group forbid unknown fields and have no
+defaults, so a frame that is too short, too long or of another type is refused instead of being
+filled in. Those between deployments may grow (`GrowingWire`). A request with a value that no model
+and no configuration could take is refused: bounds are in the fields' types. What depends on the
+engine is checked by its `RequestLimits`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,21 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknow
     """Base of all wire structs: positional, immutable, strict."""
 
 
+class GrowingWire(Wire, frozen=True, forbid_unknown_fields=False):
+    """Base of what ingresses and leaders, holders of KV and its readers exchange. While one
+    deployment replaces another, those of protocol version N and N - 1 read each other. So a change
+    that counts `PROTOCOL_VERSION` up by one is one of these:
+
+    - A new field comes last, with a default that means what was before. Whoever does not know it
+      yet skips it. One that changes tokens counts up `NUMERICS_VERSION` (`serve/config.py`) too, so
+      that no engine that would skip it gets the request.
+    - A new kind of frame, or member of an enum, goes only to those whose reported version has it.
+
+    `RankProcess` never changes: readers encode it again to be compared. Any other change counts up
+    by two, and then nothing is exchanged.
+    """
+
+
 class FrameError(ValueError):
     """A frame from another process is not what this one understands."""
 
@@ -91,7 +107,7 @@ class FrameError(ValueError):
 # --- requests -------------------------------------------------------------------------------
 
 
-class LogitRules(Wire, frozen=True):
+class LogitRules(GrowingWire, frozen=True):
     """What changes a sequence's logits before temperature. Invariant: token ids lie in the
     vocabulary; `bias_token_ids` and `biases` have equal length; what is allowed leaves a token to
     draw, also before `min_tokens`."""
@@ -116,7 +132,7 @@ class LogitRules(Wire, frozen=True):
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
-class Grammar(Wire, frozen=True):
+class Grammar(GrowingWire, frozen=True):
     """What a sequence's text must be, compiled by each engine that draws its tokens. How far a
     sequence has got in it follows from its output tokens alone."""
 
@@ -125,7 +141,7 @@ class Grammar(Wire, frozen=True):
     """Tokens that may be drawn where the text may end, and nowhere else."""
 
 
-class Sampling(Wire, frozen=True):
+class Sampling(GrowingWire, frozen=True):
     """How one sequence's tokens are drawn and when it ends; fully resolved by the front end."""
 
     temperature: Temperature
@@ -152,7 +168,7 @@ class Sampling(Wire, frozen=True):
     """None if any text will do."""
 
 
-class GenerateRequest(Wire, frozen=True):
+class GenerateRequest(GrowingWire, frozen=True):
     """One sequence to generate. `output_token_ids` were delivered earlier, by another engine: they
     are computed again like a prompt, but count as output for limits, draws and usage."""
 
@@ -165,14 +181,14 @@ class GenerateRequest(Wire, frozen=True):
     empty: shared by all that have none."""
 
 
-class RankProcess(Wire, frozen=True):
+class RankProcess(GrowingWire, frozen=True):
     """One rank's process: no other is ever equal to it, whatever port it is given."""
 
     epoch: int
     nonce: Name
 
 
-class KVSource(Wire, frozen=True):
+class KVSource(GrowingWire, frozen=True):
     """Where one rank's KV blocks can be read, by shared memory or TCP."""
 
     tp_rank: Index
@@ -186,7 +202,7 @@ class KVSource(Wire, frozen=True):
     """The handoff's holder: calls name it, so that no other that listens there serves them."""
 
 
-class KVHandoff(Wire, frozen=True):
+class KVHandoff(GrowingWire, frozen=True):
     """The KV blocks that a prefill rank holds for one sequence, and a decode rank may read.
     Invariant: `block_ids` and `generations` have equal length and cover `num_tokens` tokens; a
     block whose generation differs at the source has been reused and must not be used."""
@@ -198,32 +214,35 @@ class KVHandoff(Wire, frozen=True):
     generations: list[Count]
     num_tokens: Count
     block_bytes: Count
-    layout: Name
-    """Identifies dtype and shape of a block; both sides must agree."""
+    kv_hash: Name
+    """Of the engine that holds them; those with an equal one may read them."""
     lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S)]
 
 
-class Submit(Wire, frozen=True, tag=True):
+class Submit(GrowingWire, frozen=True, tag=True):
     """Ask an engine to generate; with a handoff, to take over a prefilled sequence."""
 
     request: GenerateRequest
     handoff: KVHandoff | None
 
 
-class Abort(Wire, frozen=True, tag=True):
+class Abort(GrowingWire, frozen=True, tag=True):
     """Drop these requests wherever they are. Unknown ids are remembered for a while."""
 
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_ABORTS)]
 
 
-class Leave(Wire, frozen=True, tag=True):
-    """Let these requests go on elsewhere. One that runs ends with a handoff after its next token,
-    one that has computed nothing with `MOVED`; one that ends before is simply at its end."""
+class Leave(GrowingWire, frozen=True, tag=True):
+    """Let these requests go on elsewhere. One that runs ends after its next token, with a handoff
+    or `MOVED`, one that has computed nothing with `MOVED`; one that ends before is simply at its
+    end."""
 
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_ABORTS)]
+    with_kv: bool
+    """Whether another engine can read their KV: it is held for that one."""
 
 
-class Hello(Wire, frozen=True, tag=True):
+class Hello(GrowingWire, frozen=True, tag=True):
     """Opens a connection to the leader `engine_id` of this epoch, which answers with a frame
     without outputs; no other answers."""
 
@@ -234,7 +253,7 @@ class Hello(Wire, frozen=True, tag=True):
 Inbound = Submit | Abort | Leave | Hello
 
 
-class _BadRequest(Wire, frozen=True):
+class _BadRequest(GrowingWire, frozen=True):
     request_id: RequestId
     prompt_token_ids: msgspec.Raw
     output_token_ids: msgspec.Raw
@@ -242,7 +261,7 @@ class _BadRequest(Wire, frozen=True):
     cache_salt: msgspec.Raw
 
 
-class _BadSubmit(Wire, frozen=True, tag="Submit"):
+class _BadSubmit(GrowingWire, frozen=True, tag="Submit"):
     """The part of a bad submission that names the request."""
 
     request: _BadRequest
@@ -261,7 +280,7 @@ def request_id_of(data: bytes) -> str:
 # --- outputs --------------------------------------------------------------------------------
 
 
-class TokenLogprobs(Wire, frozen=True):
+class TokenLogprobs(GrowingWire, frozen=True):
     """Log-probabilities at one output position, of the raw distribution."""
 
     logprob: float
@@ -283,7 +302,7 @@ class FinishReason(enum.StrEnum):
     HANDOFF = "handoff"
     """The prompt is computed, or the request leaves: another engine goes on with its KV."""
     MOVED = "moved"
-    """It leaves and has no KV here: another engine computes it."""
+    """It leaves without KV: another engine computes it."""
     ERROR = "error"
     KV_LOST = "kv_lost"
     """The prompt's KV could not be read, or an output is missing: it begins again elsewhere."""
@@ -291,7 +310,7 @@ class FinishReason(enum.StrEnum):
     """The connection to its leader ended before the stage did."""
 
 
-class EngineOutput(Wire, frozen=True, kw_only=True):
+class EngineOutput(GrowingWire, frozen=True, kw_only=True):
     request_id: str
     position: int
     """Output tokens of the request before these: if an output got lost, the next one shows."""
@@ -335,7 +354,7 @@ class EngineOutput(Wire, frozen=True, kw_only=True):
         )
 
 
-class OutputFrame(Wire, frozen=True, tag=True):
+class OutputFrame(GrowingWire, frozen=True, tag=True):
     """Outputs of one step for one ingress; long ones take several frames (`output_sender.py`).
     The first one on a connection has none."""
 
@@ -507,17 +526,17 @@ class SampledTokens(Wire, frozen=True):
 # --- KV transfer ----------------------------------------------------------------------------
 
 
-class KVRead(Wire, frozen=True, tag=True):
+class KVRead(GrowingWire, frozen=True, tag=True):
     handoff_id: Count
     block_ids: list[Index]
     generations: list[Count]
 
 
-class KVRenew(Wire, frozen=True, tag=True):
+class KVRenew(GrowingWire, frozen=True, tag=True):
     handoff_id: Count
 
 
-class KVRelease(Wire, frozen=True, tag=True):
+class KVRelease(GrowingWire, frozen=True, tag=True):
     """The reader is done with the handoff; `num_blocks_read` of its blocks were copied."""
 
     handoff_id: Count
@@ -527,7 +546,7 @@ class KVRelease(Wire, frozen=True, tag=True):
 KVCall = KVRead | KVRenew | KVRelease
 
 
-class KVAnswer(Wire, frozen=True):
+class KVAnswer(GrowingWire, frozen=True):
     """`alive` tells whether the lease held from the handoff until now."""
 
     handoff_id: Count

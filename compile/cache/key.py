@@ -18,23 +18,11 @@ from typing import Any
 
 import torch
 
+from compile.config import KEYED_FIELDS
 from compile.environment import codegen_variables, cxx
 from compile.machine import processor
 from compile.passes.manager import PassManager
 from compile.scope import CompileScope
-
-KEYED_FIELDS = (
-    "level",
-    "splitting_ops",
-    "use_inductor",
-    "inductor_compile_config",
-    "dynamic_shapes",
-    "evaluate_guards",
-    "passes",
-)
-"""Fields that change generated code. `compiler` is one too, by the name that auto stands for. The
-others select which code is needed or how it is run; each size has its own entry. A test lists them,
-so that a new field must be put into one list or the other."""
 
 TRACED_FILES = "traced files"
 MAIN_MODULES = ("__main__", "__mp_main__")

@@ -54,7 +54,7 @@ from cluster.group.context import RankContext
 from cluster.observe.load_progress import keep_what_is_loaded
 from cluster.rank.leader import Inbox, Leader
 from cluster.rank.output_sender import OutputSender
-from cluster.wire.credentials import Credentials
+from cluster.wire.credentials import Credentials, Hashes
 from cluster.wire.messages import (
     MAX_ABORTS,
     Abort,
@@ -176,12 +176,11 @@ def serve_ingress(pipe: Connection, honest: str, hostile: str) -> None:
 
 
 async def _receive_tokens(pipe: Connection, honest: str, hostile: str) -> None:
-    hashed = CREDENTIALS.config_hash
     links = LeaderLinks(CREDENTIALS)
     routings = dict.fromkeys(("honest", "hostile"), Routing.LEAST_REQUESTS)
-    directory = Directory(routings, links.connect, config_hash=hashed, max_wait_s=TIMEOUT_S)
+    directory = Directory(routings, links.connect, numerics_hash="bench", max_wait_s=TIMEOUT_S)
     reports = [
-        LeaderReport(pool, "r", 0, 0, "ready", inbox, hashed, "")
+        LeaderReport(pool, "r", 0, 0, "ready", inbox, Hashes("bench"), "")
         for pool, inbox in (("honest", honest), ("hostile", hostile))
     ]
 

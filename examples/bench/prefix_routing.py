@@ -49,6 +49,7 @@ from cluster.engine.request_limits import RequestLimits  # noqa: E402
 from cluster.engine.scheduler import Scheduler  # noqa: E402
 from cluster.engine.step_stats import StepStats  # noqa: E402
 from cluster.group.context import RankPlace, RankStats  # noqa: E402
+from cluster.wire.credentials import Hashes  # noqa: E402
 from cluster.wire.messages import (  # noqa: E402
     GenerateRequest,
     Inbound,
@@ -193,7 +194,7 @@ class Replica:
         )
         group = GroupReport([rank], [])
         return ReplicaReport(
-            "prefill", self.name, "ready", group, inboxes=(self.name,), config_hash="bench"
+            "prefill", self.name, "ready", group, inboxes=(self.name,), hashes=Hashes("bench")
         )
 
 
@@ -209,7 +210,7 @@ class Pool:
         }
         self._board, self._reports = CachedPrefixes(), dict[str, ReplicaReport]()
         self.directory = Directory(
-            {"prefill": routing}, self._connect, config_hash="bench", max_wait_s=1.0
+            {"prefill": routing}, self._connect, numerics_hash="bench", max_wait_s=1.0
         )
         for replica in self.replicas.values():
             self._push(replica)

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.actors.reports import LeaderReport
@@ -69,6 +69,10 @@ class Stage:
     def expected(self) -> Sequence[Prefix]:
         """What the engine will have cached, as far as that is followed."""
         return self.prefixes[:MAX_EXPECTED]
+
+    def at(self, leader: Leader) -> Stage:
+        """Return it as a leader can take it: without a handoff whose KV it cannot read."""
+        return self if leader.can_read(self) else replace(self, handoff=None)
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +160,10 @@ class Leader:
     def can_take(self, state: str = "ready") -> bool:
         return self._is_welcome and self.report.state == state
 
+    def can_read(self, stage: Stage) -> bool:
+        """Return whether it can read the KV of a stage, if that has some."""
+        return stage.handoff is None or stage.handoff.kv_hash == self.report.hashes.kv
+
     @property
     def num_requests(self) -> int:
         """Those of this ingress as they are now, and those of others as the board said last."""
@@ -188,6 +196,7 @@ class Leader:
 
     def offer(self, stage: Stage) -> Offer:
         """Return what is known for choosing: as reported, and what was submitted here since."""
+        stage = stage.at(self)
         load, uncached_tokens = self.report.load, self._num_uncached(stage)
         num_free = load.num_free_blocks - self._num_blocks
         num_missing = max(0, _num_blocks(stage, uncached_tokens) - num_free)
@@ -271,12 +280,13 @@ class Leader:
         """Note that a request that was handed over does not need its KV here any more."""
         self._handed_over.pop(request_id, None)
 
-    def leave(self) -> None:
-        """Have everything that runs here for this ingress go on elsewhere."""
+    def leave(self, *, with_kv: bool = True) -> None:
+        """Have everything that runs here for this ingress go on elsewhere, with its KV if that can
+        be read there."""
         told = [request_id for request_id in self._running if request_id not in self._leaving]
         self._leaving = {*self._running}
         for i in range(0, len(told), MAX_ABORTS):
-            self._connection.send(encode(Leave(told[i : i + MAX_ABORTS])))
+            self._connection.send(encode(Leave(told[i : i + MAX_ABORTS], with_kv)))
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, []
@@ -330,13 +340,13 @@ class Directory:
         routings: Mapping[str, Routing],
         connect: Callable[[str, Leader], Connection],
         *,
-        config_hash: str,
+        numerics_hash: str,
         max_wait_s: float,
     ) -> None:
-        """Know of nobody yet. routings: by pool; a request waits at most `max_wait_s` for a leader
-        that can take it."""
+        """Know of nobody yet. routings: by pool; a request goes to leaders of these numerics alone,
+        and waits at most `max_wait_s` for one that can take it."""
         self._connect = connect
-        self._config_hash = config_hash
+        self._numerics_hash = numerics_hash
         self._max_wait_s = max_wait_s
         self._choosers = {pool: Chooser(routing) for pool, routing in routings.items()}
         self._leaders: dict[str, Leader] = {}
@@ -344,14 +354,14 @@ class Directory:
         self._last_ends: dict[str, str] = {}
         """By engine id: how its group ended last."""
         self.has_served = False
-        """Whether all pools have, those of another configuration as well."""
+        """Whether all pools have, those of another model as well."""
         self._others: set[str] = set()
-        """Pools of another configuration that take requests."""
+        """Pools of other numerics that take requests."""
         self._changed = asyncio.Event()
 
     @property
     def is_replacing(self) -> bool:
-        """Whether engines of another configuration take requests, and not yet those of this."""
+        """Whether engines of other numerics take requests, and not yet those of this one's."""
         return self._have_others() and not all(map(self._ready, self._choosers))
 
     def see(self, reports: Iterable[LeaderReport]) -> None:
@@ -362,7 +372,8 @@ class Directory:
         for report in reports:
             reported.add(report.engine_id)
             serving.add(report.pool)
-            if report.config_hash != self._config_hash or report.pool not in self._choosers:
+            can_serve = report.hashes.can_serve(self._numerics_hash)
+            if not can_serve or report.pool not in self._choosers:
                 if report.state == "ready":  # while one deployment replaces another
                     self._others.add(report.pool)
                 continue
@@ -382,18 +393,22 @@ class Directory:
             if self._leaders[engine_id].is_lost and engine_id not in reported:
                 del self._leaders[engine_id]  # its replica was replaced, under another name
         for leader in self._leaders.values():
-            if leader.report.state == "draining" and self._ready(leader.report.pool):
-                leader.leave()
+            ready = self._ready(leader.report.pool)
+            if leader.report.state == "draining" and ready:
+                kv = leader.report.hashes.kv
+                leader.leave(with_kv=any(each.report.hashes.kv == kv for each in ready))
         self._wake()
 
     async def choose(self, pool: str, stage: Stage) -> Leader:
-        """Return the leader of a pool that gets a request next; NoLeader if none could take it in
-        time. Requests that wait go in the order in which they came."""
+        """Return the leader of a pool that gets a request next, one that can read its KV if there
+        is one; NoLeader if none could take it in time. Requests that wait go in the order in which
+        they came."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
                 while True:
                     if leaders := self._able(pool):
-                        return self._chosen(pool, leaders, stage)
+                        readers = [each for each in leaders if each.can_read(stage)]
+                        return self._chosen(pool, readers or leaders, stage)
                     await self._changed.wait()
         raise NoLeader(
             f"{pool} pool: wanted an engine that takes requests within {self._max_wait_s:g} s, "

@@ -25,7 +25,7 @@ from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import create_group
 from cluster.actors.reports import CachedPrefixes, ReplicaReport, leaders_of
 from cluster.config import PLACEMENT_TIMEOUT_S
-from cluster.wire.credentials import SECRET_BYTES, Credentials
+from cluster.wire.credentials import SECRET_BYTES, Credentials, Hashes
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest, Submit
 from serve.config import PoolConfig
 from serve.event_loop import StreamBatcher
@@ -130,14 +130,14 @@ class JobGroup:
         self._directory = Directory(
             {self._pool.name: self._pool.routing},
             self._links.connect,
-            config_hash=self._credentials.config_hash,
+            numerics_hash=REPLICA_ID,
             max_wait_s=MAX_WAIT_S,
         )
         self._prefixes = CachedPrefixes()
         self._router = Router(self._directory, self._pool.name, tick, cache=engine.cache)
         num_engines = engine.parallel.data_parallel_size
         self._places = asyncio.Semaphore(AHEAD * engine.scheduler.max_num_seqs * num_engines)
-        self._core = PoolCore(self._pool.name, REPLICA_ID, self._credentials.config_hash, self)
+        self._core = PoolCore(self._pool.name, REPLICA_ID, Hashes(REPLICA_ID), self)
         self._core.spawn(self._core.report())
         await self._core.start()
 

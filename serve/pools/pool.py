@@ -15,7 +15,7 @@ from cluster.actors.ray_ranks import RayRank, create_group
 from cluster.actors.reports import ReplicaReport
 from cluster.actors.status_board import ReplicaBoard
 from cluster.observe.logs import configure_logs
-from cluster.wire.credentials import Credentials
+from cluster.wire.credentials import Credentials, Hashes
 from serve.config import PoolConfig
 from serve.pools.pool_core import PoolCore
 
@@ -23,7 +23,7 @@ from serve.pools.pool_core import PoolCore
 class Pool:
     # Ray Serve awaits constructors: this one returns when the ranks are ready.
     async def __init__(  # type: ignore[misc]
-        self, pool: PoolConfig, config_hash: str
+        self, pool: PoolConfig, config_hash: str, numerics_hash: str
     ) -> None:
         context = ray_serve.get_replica_context()
         configure_logs(pool.engine.log_format)
@@ -33,7 +33,8 @@ class Pool:
         self._failed_starts = FailedStarts(config_hash)
         secret = await asyncio.to_thread(application_secret, context.app_name)
         self._credentials = Credentials(config_hash, secret)
-        self._core = PoolCore(pool.name, self._replica_id, config_hash, self, pool.targets)
+        hashes = Hashes(numerics_hash, pool.engine.kv_hash)
+        self._core = PoolCore(pool.name, self._replica_id, hashes, self, pool.targets)
         self._core.spawn(self._core.report())
         await self._core.start()
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from cluster.actors.rank_group import RankDied, RankGroup, place_in_group
 from cluster.actors.reports import GroupReport, ReplicaReport, ScalingTargets
 from cluster.observe.load_progress import LoadProgress
+from cluster.wire.credentials import Hashes
 
 log = logging.getLogger("lockstep.pool")
 
@@ -58,7 +59,7 @@ class PoolCore:
         self,
         name: str,
         replica_id: str,
-        config_hash: str,
+        hashes: Hashes,
         shell: PoolShell,
         targets: ScalingTargets | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class PoolCore:
         self.error = ""
         self.group = shell.new_group(0)
         self._replica_id = replica_id
-        self._config_hash = config_hash
+        self._hashes = hashes
         self._shell = shell
         self._targets = targets
         self._noting = asyncio.Lock()
@@ -230,7 +231,7 @@ class PoolCore:
                 inboxes=tuple(reported.inboxes) if self.state in SERVING else (),
                 last_end=self._last_end,
                 error=self.error,
-                config_hash=self._config_hash,
+                hashes=self._hashes,
                 is_stuck=self._ended_by_watchdog and state != "ready",
                 in_state_s=clock() - entered_at,
                 targets=self._targets,

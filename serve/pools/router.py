@@ -4,7 +4,8 @@
    come back over the same connection.
 2. A prefill engine ends with a handoff; the request goes to a leader of the decode pool with the
    handoff and with the tokens so far. An engine that drains does the same: another one of its pool
-   goes on. What has no KV there yet begins again in the first pool.
+   goes on, which computes what it cannot read (`Hashes`). What leaves without KV begins again in
+   the first pool.
 3. If the KV or an output is lost, or a leader's connection ends, it is prefilled again, wherever
    there is one that can take it. Its tokens so far count as output, so the client sees a pause, but
    no gap and nothing twice.
@@ -135,8 +136,10 @@ class Router:
                 )
                 leader = await self._directory.choose(pool, stage)
                 is_first = all(each.report.pool != pool for each in leaders)
+                if not leader.can_read(stage):
+                    leaders[-1].abort(request.request_id)  # nobody needs its KV
                 leaders.append(leader)
-                leader.submit(stage, mailbox)
+                leader.submit(stage.at(leader), mailbox)
                 goes_on = False
                 while not (has_ended or goes_on):
                     output = await mailbox.get()

@@ -128,7 +128,7 @@ def good_frames(served: Served) -> list[Any]:
     process, spec = RankProcess(0, "nonce"), served.leader.runner.kv_spec
     memory = served.memory
     source = KVSource(0, node_id(), memory.pid, memory.fd, "tcp://127.0.0.1:9", process)
-    handoff = KVHandoff(3, NAME, [source], [1, 2], [1, 1], 6, spec.block_bytes, spec.layout, 30.0)
+    handoff = KVHandoff(3, NAME, [source], [1, 2], [1, 1], 6, spec.block_bytes, "", 30.0)
     return [
         Submit(asked, None),
         Submit(asked, handoff),

@@ -1,7 +1,7 @@
 """Whatever a sequence is sampled with, interrupting it changes none of its tokens.
 
 Interrupted means: among others in one batch, pre-empted, resumed on another engine with its
-output so far, or handed from a prefill to a decode engine.
+output so far, handed from a prefill to a decode engine, or moved to one that takes its place.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from local_ranks import RunningLeader, config_of, make_engine, run, tokens_of
+from local_ranks import REPLICA, RunningLeader, config_of, make_engine, run, tokens_of
 from msgspec.structs import replace as changed
 from routed import routing
 from wire_structs import rules_of, sampling_of
 
+from cluster.actors.reports import LeaderReport
 from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
+from cluster.wire.credentials import Hashes
 from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling
 from serve.pools.router import Router
 
@@ -223,3 +226,59 @@ def test_two_pools_change_nothing(oracle: Any, wanted: dict[str, Any]) -> None:
     for results in (two, one):
         given = [output.prompt_logprobs for output in results[-1]]
         assert len(given[0]) == len(PROMPTS["greedy"]) - 1 and not any(given[1:])
+
+
+@pytest.mark.feature("X08")
+@pytest.mark.parametrize(("block_size", "reads"), [(4, True), (8, False)])
+def test_a_successor_changes_nothing(
+    oracle: Any, wanted: dict[str, Any], block_size: int, reads: bool
+) -> None:
+    """It has the KV of what runs, or computes it where its blocks are others."""
+    config = config_for(oracle, role=Role.MIXED)
+    cache = replace(config.cache, block_size=block_size)
+    successor = replace(config, cache=cache, kv_hash="" if reads else "of other blocks")
+    old, new = RunningLeader(config), RunningLeader(successor, "new")
+
+    def told(old_state: str, new_state: str) -> list[LeaderReport]:
+        return [
+            LeaderReport("mixed", name, 0, 0, state, leader.leader.inbox, Hashes("test", kv), "")
+            for name, state, leader, kv in (
+                (REPLICA, old_state, old, config.kv_hash),
+                ("new", new_state, new, successor.kv_hash),
+            )
+        ]
+
+    async def serve() -> list[list[EngineOutput]]:
+        async with routing({"mixed": [old.leader.inbox]}) as router:
+            directory = router._directory
+            directory.see(told("ready", "ready"))
+            async with asyncio.timeout(60):
+                while not all(leader.can_take() for leader in directory._leaders.values()):
+                    await asyncio.sleep(0.005)
+            directory.see(told("ready", "stuck"))
+            have_begun = asyncio.Event()
+
+            async def one(name: str) -> list[EngineOutput]:
+                found = []
+                async with aclosing(router.generate(request_for(name, PROMPTS[name]))) as outputs:
+                    async for output in outputs:
+                        found.append(output)
+                        if name == "greedy" and len(found) == 5:
+                            have_begun.set()
+                return found
+
+            running = [asyncio.create_task(one(name)) for name in CASES]
+            await have_begun.wait()
+            directory.see(told("draining", "ready"))
+            return await asyncio.gather(*running)
+
+    try:
+        served = asyncio.run(serve())
+        counts = new.leader.counts()
+    finally:
+        old.close()
+        new.close()
+    for name, outputs in zip(CASES, served, strict=True):
+        assert tokens_of(outputs) == tokens_of(wanted[name]), name
+        _check_logprobs(outputs, wanted[name])
+    assert (counts["kv_transfers_total",] > 0) == reads

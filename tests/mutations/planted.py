@@ -117,7 +117,10 @@ MUTATIONS = (
     Mutation(
         "The key of the cache does not say which passes rewrote the code.",
         "compile/cache/key.py",
-        {'    "passes",\n': "", 'factors["compilation.passes"] +=': "_ ="},
+        {
+            "for name in KEYED_FIELDS}": 'for name in KEYED_FIELDS if name != "passes"}',
+            'factors["compilation.passes"] +=': "_ =",
+        },
         ("tests/compile/cache/test_key.py",),
     ),
     Mutation(
@@ -401,6 +404,24 @@ MUTATIONS = (
         "serve/pools/directory.py",
         {"known is not None and not known.is_lost and report.epoch": "known and report.epoch"},
         (SIMULATED,),
+    ),
+    Mutation(
+        "What runs leaves for a successor that gives it other tokens (X08).",
+        "serve/pools/directory.py",
+        {"if not can_serve or report.pool": "if report.pool"},
+        ("tests/serve/pools/test_directory.py",),
+    ),
+    Mutation(
+        "An engine holds KV that its successor cannot read (X08).",
+        "cluster/engine/scheduler.py",
+        {"if self._is_prefill or seq.leaves_kv:": "if True:"},
+        ("tests/cluster/engine/test_leaving.py",),
+    ),
+    Mutation(
+        "A decode engine is handed KV of other blocks than its own (X08).",
+        "serve/pools/router.py",
+        {"leader.submit(stage.at(leader), mailbox)": "leader.submit(stage, mailbox)"},
+        ("tests/serve/pools/test_router.py",),
     ),
     Mutation(
         "A late report of an epoch that is over ends the connection to the next one.",

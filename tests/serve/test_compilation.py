@@ -12,7 +12,14 @@ import pytest
 import yaml
 
 from cluster.config import EngineConfig
-from compile.config import FIELDS, WANTED, CompilationConfig, CUDAGraphMode, DynamicShapes
+from compile.config import (
+    FIELDS,
+    KEYED_FIELDS,
+    WANTED,
+    CompilationConfig,
+    CUDAGraphMode,
+    DynamicShapes,
+)
 from compile.errors import FieldError
 from serve.arguments import parse_args
 from serve.config import deploy_config, offline_pool
@@ -410,13 +417,15 @@ def test_enforce_eager_wins_over_level_and_mode(raw: dict[str, Any]) -> None:
         assert (config.level, config.cudagraph_mode) == (0, NONE)
 
 
-def test_every_field_but_paths_changes_what_processes_agree_on() -> None:
-    """A field at its default is compared as well, so nobody may leave it out."""
-    default = deploy_config({}).config_hash
+@pytest.mark.feature("X08")
+def test_fields_that_change_generated_code_change_what_decides_tokens() -> None:
+    """What ranks must agree on is more, all of what they are told."""
+    default = deploy_config({})
     for name, value in {**OTHER, "sealed": "strict", "cudagraph_copy_inputs": True}.items():
-        is_local = name in ("cache_dir", "debug_dump_path")
-        found = deploy_config({"compilation": {name: value}}).config_hash
-        assert (found == default) == is_local, name
+        found = deploy_config({"compilation": {name: value}})
+        changes_code = name in (*KEYED_FIELDS, "compiler")
+        assert (found.numerics_hash != default.numerics_hash) == changes_code, name
+        assert (found.config_hash != default.config_hash) == (found.pools != default.pools), name
 
 
 @pytest.mark.feature("E01", "F07")

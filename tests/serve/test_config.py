@@ -118,39 +118,31 @@ def test_memory_has_units(value: str, wanted: int) -> None:
     assert engine_config({"kv_memory": value}).cache.kv_memory_bytes == wanted
 
 
-def test_what_processes_must_share_is_told_by_what_the_checkpoint_holds(
+def hashes_of(raw: dict[str, Any]) -> tuple[str, str]:
+    """Return those of numerics, and of the KV of the last pool."""
+    config = deploy_config(raw)
+    return config.numerics_hash, config.pools[-1].engine.kv_hash
+
+
+@pytest.mark.feature("X08")
+def test_a_model_is_known_by_what_its_checkpoint_holds(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     """A copy is the same model; other weights or another tokenizer under equal names are not."""
 
-    def hash_of(name: str, changed: str = "") -> str:
+    def hashes(name: str, changed: str = "") -> tuple[str, str]:
         shutil.copytree(tiny_checkpoint, tmp_path / name)
         if changed:
             path = tmp_path / name / changed
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        return deploy_config({"model": str(tmp_path / name)}).config_hash
+        return hashes_of({"model": str(tmp_path / name)})
 
-    same = hash_of("same")
-    assert hash_of("copy") == same == deploy_config({"model": str(tiny_checkpoint)}).config_hash
+    same = hashes("same")
+    assert hashes("copy") == same == hashes_of({"model": str(tiny_checkpoint)})
     [weights] = [path.name for path in tiny_checkpoint.glob("*.safetensors")]
-    assert len({same, hash_of("tuned", weights), hash_of("words", "tokenizer.json")}) == 3
-
-
-@pytest.mark.parametrize(
-    ("raw", "is_shared"),
-    [
-        ({"max_num_seqs": "8", "decode.replicas": "2"}, False),
-        ({"dtype": "float32"}, True),
-        ({"block_size": "8"}, True),
-        ({"max_model_len": "100"}, True),
-        ({"O": "0"}, True),
-        ({"enforce_eager": "true"}, True),
-        ({"prefill.tensor_parallel_size": 2, "decode.tensor_parallel_size": 2}, True),
-    ],
-)
-def test_what_processes_must_agree_on_changes_the_hash(raw: Any, is_shared: bool) -> None:
-    assert (deploy_config(raw).config_hash != deploy_config({}).config_hash) == is_shared
+    found = [same, hashes("tuned", weights), hashes("words", "tokenizer.json")]
+    assert len({*found[0], *found[1], *found[2]}) == 6
 
 
 def test_a_model_has_the_names_that_are_given(tmp_path: Path, tiny_checkpoint: Path) -> None:
@@ -228,7 +220,7 @@ def test_ingresses_together_never_take_more_than_one_alone(
     alone = deploy_config(args)
     assert num * running <= alone.max_running
     assert num_seqs + queued - num < num * (running + waiting) <= num_seqs + queued
-    # Replicas of pools stay when only the number of ingresses changes.
+    # Ranks are told nothing of ingresses.
     assert (config.pools, config.config_hash) == (alone.pools, alone.config_hash)
 
 
@@ -285,13 +277,6 @@ def test_a_pool_takes_text_and_short_names_as_the_application_does() -> None:
     )
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_a_pool_change_the_hash_only_if_tokens_depend_on_them(name: str) -> None:
-    shared = {"device": "cuda"}
-    found = deploy_config({**shared, "decode": {name: SETTINGS[name]}}).config_hash
-    assert (found == deploy_config(shared).config_hash) == (name != "compilation")
-
-
 # Bad arguments.
 
 
@@ -300,6 +285,86 @@ def arguments() -> Iterator[tuple[str, Any]]:
         for name, kind in hints_of(struct).items():
             if f"{name}." not in SECTIONS and name != "config":
                 yield prefix + name, kind
+
+
+NUMERICS = {
+    **{"device": "cpu", "max_model_len": 100, "enforce_eager": True, "torch_compile_config": None},
+    **{f"{pool}compilation": {"level": 2} for pool in ("", "prefill.", "decode.", "mixed.")},
+}
+"""Other tokens: streams run out where they are. Those of all kinds have a value that is not the
+default, with a GPU."""
+KV = {
+    "block_size": 8,
+    **{f"{pool}.tensor_parallel_size": 2 for pool in ("prefill", "decode", "mixed")},
+}
+"""Other KV alone: streams go on at the successor, which computes them."""
+BOTH = {"model": "tuned", "dtype": "float32"}
+NEITHER = {
+    **{
+        prefix + name: value
+        for prefix in ("", "prefill.", "decode.", "mixed.")
+        for name, value in SETTINGS.items()
+        if name != "compilation"
+    },
+    **{
+        f"{pool}.{name}": value
+        for pool in ("prefill", "decode", "mixed")
+        for name, value in {
+            **{"replicas": 2, "min_replicas": 1, "max_replicas": 4, "data_parallel_size": 2},
+            "routing": "round_robin",
+        }.items()
+    },
+    **{"served_model_name": "other", "pools": "mixed", "enable_prefix_caching": False},
+    **{"prefix_cache_sharing": "all", "ingress.replicas": 2, "lockstep": "off", "overlap": "off"},
+    **{"kv.transport": "tcp", "kv.lease_s": 5, "cuda_graph_config": None},
+    **{"ttft_target_s": 1, "tpot_target_s": 1, "scale_down_after_s": 1, "watchdog_s": 1},
+    **{"max_queued_requests": 1, "max_queue_wait_s": 1, "request_timeout_s": 1},
+    **{"drain_timeout_s": 1, "max_body_bytes": 9, "max_answer_bytes": 1 << 20},
+    **{"stream_interval": 2, "api_keys": "sesame", "api_keys_file": "keys", "open_paths": "/"},
+    **{"allowed_hosts": "me", "allowed_origins": "*", "trusted_proxies": 1, "log_format": "json"},
+    **{"log_requests": "off", "otlp_traces_endpoint": "http://localhost:4317"},
+    **{"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "debug": True},
+    **{"host": "::1", "port": 1},
+}
+"""Streams go on at the successor with their KV."""
+REFUSED = {"speculative_config"}
+
+
+@pytest.mark.feature("X08")
+def test_every_argument_is_known_to_change_tokens_or_kv_or_neither() -> None:
+    known = [*NUMERICS, *KV, *BOTH, *NEITHER, *REFUSED]
+    assert sorted(known) == sorted(name for name, _ in arguments())
+
+
+@pytest.mark.feature("X08")
+@pytest.mark.parametrize(
+    ("name", "value", "changes"),
+    [
+        *((*argument, (True, False)) for argument in NUMERICS.items()),
+        *((*argument, (False, True)) for argument in KV.items()),
+        *((*argument, (True, True)) for argument in BOTH.items()),
+        *((*argument, (False, False)) for argument in NEITHER.items()),
+    ],
+)
+def test_an_argument_changes_what_decides_tokens_or_kv(
+    name: str, value: Any, changes: tuple[bool, bool], tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    if name in ("model", "api_keys_file"):
+        value = str(tmp_path / value)
+    (tmp_path / "keys").write_text("sesame")
+    shutil.copytree(tiny_checkpoint, tmp_path / "tuned")
+    (tmp_path / "tuned" / "more.json").write_text("{}")
+    shared: dict[str, Any] = {"device": "cuda"}
+    pool, _, setting = name.partition(".")
+    if pool == "mixed":
+        shared |= MIXED
+    beside = {}
+    if setting == "tensor_parallel_size" and pool != "mixed":
+        beside = {"prefill.tensor_parallel_size": value, "decode.tensor_parallel_size": value}
+    elif setting == "min_replicas":
+        beside = {f"{pool}.max_replicas": 3}
+    before, after = hashes_of(shared), hashes_of({**shared, **beside, name: value})
+    assert tuple(a != b for a, b in zip(before, after, strict=True)) == changes
 
 
 def out_of_bounds(kind: Any) -> Iterator[float]:
@@ -494,9 +559,9 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
     file = {"config": written(tmp_path, text)}
     served = deploy_config(file).pools[0].engine
     in_process = engine_config(file)
-    # A server may answer while it compiles.
+    # A server may answer while it compiles, and its KV goes from one engine to another.
     early = replace(served.compilation, serve_while_compiling="off")
-    assert replace(served, compilation=early) == in_process
+    assert replace(served, compilation=early, kv_hash="") == in_process
     assert in_process.compilation.level == 2
     ways: list[Any] = [fields, json.dumps(fields), CompilationConfig(**fields)]
     for way in ways:

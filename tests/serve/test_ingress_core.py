@@ -13,6 +13,7 @@ import pytest
 
 from cluster.actors.reports import BoardSilent, IngressReport, LeaderReport
 from cluster.observe.metrics import MetricsSnapshot
+from cluster.wire.credentials import Hashes
 from serve.config import deploy_config
 from serve.event_loop import StreamBatcher
 from serve.ingress_core import IngressCore
@@ -22,6 +23,7 @@ from serve.pools.directory import Connection, Directory, Leader
 from serve.pools.router import Router
 
 CONFIG = deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2})
+OURS = Hashes(CONFIG.numerics_hash)
 INBOX, OTHER = "tcp://10.0.0.1:1", "tcp://10.0.0.1:2"
 
 
@@ -47,7 +49,7 @@ class Board:
         self.is_silent = False
         self.reports: list[IngressReport] = []
         self.replicas = [{"id": "r", "state": "ready", "ranks": []}]
-        self.leaders = [LeaderReport("mixed", "r", 0, 0, "ready", INBOX, CONFIG.config_hash, "")]
+        self.leaders = [LeaderReport("mixed", "r", 0, 0, "ready", INBOX, OURS, "")]
 
     async def poll(self, report: IngressReport) -> dict[str, Any]:
         if self.is_silent:
@@ -99,7 +101,7 @@ async def started(board: Board | None = None) -> AsyncIterator[Started]:
     directory = Directory(
         {"mixed": Routing.LEAST_REQUESTS},
         connect,
-        config_hash=CONFIG.config_hash,
+        numerics_hash=OURS.numerics,
         max_wait_s=60.0,
     )
     core = IngressCore(
@@ -132,7 +134,7 @@ async def test_an_ingress_beside_others_is_there_when_it_can_answer() -> None:
 
 async def test_an_ingress_is_there_once_those_that_it_replaces_cannot_answer_any_more() -> None:
     board = Board()
-    [old] = board.leaders = [replace(board.leaders[0], config_hash="theirs")]
+    [old] = board.leaders = [replace(board.leaders[0], hashes=Hashes("theirs"))]
 
     async def drain() -> None:
         while sum(not report.loading for report in board.reports) < 5:

@@ -202,7 +202,7 @@ class _Side:
 
     def assemble(self, handover: Handover) -> None:
         spec = self.runner.kv_spec
-        metadata = HandoffMetadata([_SOURCE], spec.block_bytes, spec.layout, LEASE_S)
+        metadata = HandoffMetadata([_SOURCE], spec.block_bytes, "", LEASE_S)
         is_prefill = self.config.role is Role.PREFILL
         self.engine = assemble_engine(
             self.config,

@@ -16,13 +16,14 @@ from sim_schedule import Fault, Shape
 
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.reports import ReplicaReport
+from cluster.wire.credentials import Hashes
 from serve.pools.pool_core import PoolCore
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
     from sim_world import World
 
-CONFIG_HASH = "simulated"
+HASHES = Hashes("simulated")
 
 
 class SimReplica:
@@ -39,7 +40,7 @@ class SimReplica:
         """Whether Serve has decided to stop it."""
         self.drains_from = inf
         self._world, self._loop = world, world.loop
-        self.core: PoolCore = world.plants.pool_core(shape.pool, self.replica_id, CONFIG_HASH, self)
+        self.core: PoolCore = world.plants.pool_core(shape.pool, self.replica_id, HASHES, self)
 
     @property
     def group(self) -> SimGroup:

@@ -49,7 +49,7 @@ from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
-from sim_replica import CONFIG_HASH, SimReplica, replace
+from sim_replica import HASHES, SimReplica, replace
 from sim_schedule import (
     FATAL,
     LOST,
@@ -259,7 +259,7 @@ class World:
         self.directory: Directory = self.plants.directory(
             dict.fromkeys(("mixed", "prefill", "decode"), Routing(self.schedule.routing)),
             lambda inbox, leader: self.plants.connection(self, inbox, leader),
-            config_hash=CONFIG_HASH,
+            numerics_hash=HASHES.numerics,
             max_wait_s=self.schedule.max_wait_s,
         )
         schedule = self.schedule

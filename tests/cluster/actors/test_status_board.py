@@ -16,6 +16,8 @@ from cluster.group.context import RankPlace, RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import SchedulerStats
+from cluster.wire.credentials import Hashes
+from cluster.wire.messages import PROTOCOL_VERSION
 
 TOKENS = ("generation_tokens_total",)
 
@@ -23,14 +25,16 @@ TOKENS = ("generation_tokens_total",)
 def report(
     ingress_id: str,
     *,
-    config_hash: str = "ours",
+    numerics_hash: str = "ours",
     is_loading: bool = False,
     num_live: int = 0,
     is_watched: bool = False,
     counts: Counts | None = None,
 ) -> IngressReport:
     loading = (LoadProgress("tokenizer", 0, 1),) if is_loading else ()
-    return IngressReport(ingress_id, 7, "node", config_hash, loading, num_live, is_watched, counts)
+    return IngressReport(
+        ingress_id, 7, "node", numerics_hash, loading, num_live, is_watched, counts
+    )
 
 
 def states(body: dict[str, Any]) -> dict[str, str]:
@@ -52,7 +56,7 @@ def test_all_ingresses_see_the_same_and_the_first_that_came_stays_first() -> Non
 
 def test_ingresses_of_another_deployment_are_not_counted() -> None:
     board = StatusBoard(["mixed"])
-    board.poll(report("old", config_hash="other", is_loading=True))
+    board.poll(report("old", numerics_hash="other", is_loading=True))
     body = board.poll(report("new"))
     assert states(body) == {"new": "ready"} and body["loading"] == []
 
@@ -88,20 +92,22 @@ def test_replicas_of_another_deployment_are_outdated() -> None:
     """While one replaces another both push to the board of their common name."""
     board = StatusBoard(["mixed"])
 
-    def push(replica: str, config_hash: str) -> None:
-        group = GroupReport([], [])
-        board.push(ReplicaReport("mixed", replica, "ready", group, config_hash=config_hash))
+    def push(replica: str, hashes: Hashes) -> None:
+        board.push(ReplicaReport("mixed", replica, "ready", GroupReport([], []), hashes=hashes))
 
-    def seen(config_hash: str | None) -> tuple[str, list[str]]:
-        body = board.snapshot(config_hash)
+    def seen(numerics_hash: str | None) -> tuple[str, list[str]]:
+        body = board.snapshot(numerics_hash)
         return body["status"], [r["state"] for r in body["pools"]["mixed"]["replicas"]]
 
-    push("1", "old")
+    push("1", Hashes("old", "kv"))
     assert seen("old") == ("ready", ["ready"]) and seen("new") == ("loading", ["outdated"])
-    push("2", "new")
+    push("2", Hashes("new", "kv"))
     assert seen("old") == ("ready", ["ready", "outdated"])
     assert seen("new") == ("ready", ["outdated", "ready"])
-    assert seen(None) == ("ready", ["ready", "ready"])
+    push("3", Hashes("new", "other"))  # which computes what it cannot read
+    push("4", Hashes("new", "kv", PROTOCOL_VERSION + 2))
+    assert seen("new") == ("ready", ["outdated", "ready", "ready", "outdated"])
+    assert seen(None) == ("ready", ["ready"] * 4)
 
 
 def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_do() -> None:
@@ -114,9 +120,13 @@ def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_
     ]
     follower = RankStats(RankPlace(1, 1, 3), 8, "node", "ready")
     group = GroupReport([*ranks, follower], [])
-    where: dict[str, Any] = {"epoch": 3, "inboxes": ("tcp://1", "tcp://2"), "config_hash": "ours"}
+    where: dict[str, Any] = {
+        "epoch": 3,
+        "inboxes": ("tcp://1", "tcp://2"),
+        "hashes": Hashes("ours"),
+    }
     board.push(ReplicaReport("mixed", "a", "ready", group, **where, last_end="killed"))
-    other = {**where, "inboxes": ("tcp://3",), "config_hash": "theirs"}
+    other = {**where, "inboxes": ("tcp://3",), "hashes": Hashes("theirs")}
     board.push(ReplicaReport("mixed", "b", "draining", GroupReport([], []), **other))
     board.push(ReplicaReport("mixed", "c", "restarting", GroupReport([], []), epoch=1))
     found = board.poll(report("i"))["leaders"]
@@ -127,7 +137,7 @@ def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_
     ]
     assert [leader.load for leader in found[:2]] == loads
     assert [leader.token_s for leader in found] == [{0: 0.1}, {1: 0.1}, {}]
-    assert [(leader.config_hash, leader.last_end) for leader in found[1:]] == [
+    assert [(leader.hashes.numerics, leader.last_end) for leader in found[1:]] == [
         ("ours", "killed"),
         ("theirs", ""),
     ]
@@ -143,7 +153,7 @@ def test_what_leaders_have_cached_goes_through_once_and_whole_to_who_is_new() ->
     def push(epoch: int, since: int | None) -> dict[int, int]:
         update = None if since is None else feed.since(since)
         rank = RankStats(RankPlace(0, 0, epoch), 7, "node", "ready", prefixes=update)
-        where: dict[str, Any] = {"epoch": epoch, "inboxes": ("tcp://1",), "config_hash": "ours"}
+        where: dict[str, Any] = {"epoch": epoch, "inboxes": ("tcp://1",), "hashes": Hashes("ours")}
         return board.push(ReplicaReport("mixed", "a", "ready", GroupReport([rank], []), **where))
 
     def polled(known: tuple[int, int] | None) -> PrefixUpdate | None:

@@ -154,7 +154,7 @@ def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into() -> Non
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"layout": "other"}, "handoff.layout: wanted 'kv', found 'other'"),
+        ({"kv_hash": "other"}, "handoff.kv_hash: wanted 'kv', found 'other'"),
         ({"block_bytes": 65}, "handoff.block_bytes: wanted 64, found 65"),
         ({"num_tokens": 8}, "handoff.num_tokens: wanted 9, found 8"),
         ({"block_ids": [1]}, "handoff.block_ids: wanted 3, found 1"),

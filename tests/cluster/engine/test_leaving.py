@@ -1,4 +1,5 @@
-"""Sequences that leave their engine in the middle, and go on at another one with their KV."""
+"""Sequences that leave their engine in the middle, and go on at another one, with their KV if that
+can be read there."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import random
 
 import msgspec
+import pytest
 import sim_engine as sim
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -60,9 +62,9 @@ class Line:
         self.texts[name] = list(request.output_token_ids)
         self.engines[to].submit(request)
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, *, with_kv: bool = True) -> None:
         if self.at[name] < len(self.engines) - 1:
-            self.engines[self.at[name]].scheduler.leave([name])
+            self.engines[self.at[name]].scheduler.leave([name], with_kv=with_kv)
 
     def abort(self, name: str) -> None:
         for engine in self.engines:
@@ -130,7 +132,8 @@ def test_every_text_survives_any_number_of_moves(data: st.DataObject) -> None:
         is_overlapped=data.draw(st.booleans()),
     )
     names = [arrival.request.request_id for arrival in trace]
-    leaves = data.draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(names)), max_size=30))
+    a_leave = st.tuples(st.integers(0, 40), st.sampled_from(names), st.booleans())
+    leaves = data.draw(st.lists(a_leave, max_size=30))
     per_request = 2 * sim.MAX_MODEL_LEN + 12 + 6 * weather.max_delay
     max_ticks = weather.until + 60 + 3 * per_request * len(trace)
     while line.has_unfinished or line.now <= 41:
@@ -140,9 +143,9 @@ def test_every_text_survives_any_number_of_moves(data: st.DataObject) -> None:
                 line.submit(arrival.request, data.draw(st.integers(0, 2)))
             if arrival.abort_at == line.now:
                 line.abort(arrival.request.request_id)
-        for at, name in leaves:
+        for at, name, with_kv in leaves:
             if at == line.now and name in line.at:
-                line.leave(name)
+                line.leave(name, with_kv=with_kv)
         line.tick()
     note(f"{line.num_moves}")
     for arrival in trace:
@@ -175,3 +178,26 @@ def test_what_runs_leaves_with_its_kv_and_what_waits_without() -> None:
     # Each prompt was computed once, and nothing of what ran twice.
     computed = [engine.scheduler.stats().prompt_tokens_computed for engine in line.engines]
     assert computed == [5, 5]
+
+
+@pytest.mark.feature("X08")
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize(("role", "end"), [(Role.DECODE, "moved"), (Role.PREFILL, "handoff")])
+def test_kv_that_nobody_reads_is_not_held(role: Role, end: str, is_overlapped: bool) -> None:
+    """That of a prompt is for another pool, whatever becomes of this one."""
+    shape = sim.Shape(budget=4)
+    line = Line(
+        [shape, shape], sim.Weather(random.Random(0)), 20, first=role, is_overlapped=is_overlapped
+    )
+    request = sim.make_request("a", [3, 1, 4, 1, 5], max_tokens=8)
+    line.submit(request, 0)
+    line.tick()  # a part of its prompt
+    line.leave("a", with_kv=False)
+    most_held = 0
+    for _ in range(100):
+        line.tick()
+        most_held = max(most_held, line.holders[0].num_held)
+    assert not line.has_unfinished
+    assert line.num_moves == {"handoff": 0, "moved": 0, "kv_lost": 0, end: 1}
+    assert most_held == (end == "handoff")
+    assert line.texts["a"] == sim.continuation(request)

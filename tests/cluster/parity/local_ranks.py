@@ -217,8 +217,8 @@ async def generate(
 class RunningLeader:
     """A leader on a thread of this process, and an ingress of its own."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        engine_id = f"{config.role.value}/{REPLICA}/0"
+    def __init__(self, config: EngineConfig, replica: str = REPLICA) -> None:
+        engine_id = f"{config.role.value}/{replica}/0"
         self.leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id=engine_id))
         self.errors: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from local_ranks import CREDENTIALS, REPLICA
 
 from cluster.actors.reports import LeaderReport
+from cluster.wire.credentials import Hashes
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory
@@ -24,10 +25,9 @@ async def routing(
     have answered."""
     links = LeaderLinks(CREDENTIALS)
     routings = dict.fromkeys(inboxes, Routing.LEAST_REQUESTS)
-    hashed = CREDENTIALS.config_hash
-    directory = kind(routings, links.connect, config_hash=hashed, max_wait_s=60.0)
+    directory = kind(routings, links.connect, numerics_hash="test", max_wait_s=60.0)
     directory.see(
-        LeaderReport(pool, REPLICA, dp_rank, epoch, "ready", inbox, hashed, "")
+        LeaderReport(pool, REPLICA, dp_rank, epoch, "ready", inbox, Hashes("test"), "")
         for pool, of_pool in inboxes.items()
         for dp_rank, inbox in enumerate(of_pool)
     )

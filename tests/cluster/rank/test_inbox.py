@@ -16,8 +16,8 @@ from cluster.config import EngineConfig
 from cluster.group.context import RankContext, RankPlace
 from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
-from cluster.wire.credentials import Credentials
-from cluster.wire.messages import Abort, Hello, OutputFrame, decode, encode
+from cluster.wire.credentials import Header
+from cluster.wire.messages import PROTOCOL_VERSION, Abort, Hello, OutputFrame, decode, encode
 from cluster.wire.sockets import MAX_PART_BYTES, Budget, connecting_socket, join, pack, split
 
 ENGINE_ID = "mixed/r/0"
@@ -102,14 +102,14 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
 ) -> None:
     inbox, sender = ends
     bad, abort = submit_of("r", [-5]), encode(Abort(["other"]))
-    other = Credentials("other", CREDENTIALS.secret)
+    other = encode(Header(PROTOCOL_VERSION - 2))
     with caplog.at_level(logging.ERROR):
         for message in (
             [b"xy"],
             [b"x", b"y"],
             [CREDENTIALS.header],
             [CREDENTIALS.header, abort, abort],
-            pack(abort, other),
+            [other, abort],
             pack(b"\x91" * 60_000, CREDENTIALS),
             [CREDENTIALS.header, *[b"z" * MAX_PART_BYTES] * 70],
             pack(encode(bad), CREDENTIALS),
@@ -120,7 +120,7 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
     assert found == Abort(["other"])
     assert isinstance(refused, BadSubmit) and refused.request_id == "r"
     assert "Expected `int` >= 0 - at `$[1][1][0]`" in refused.error
-    assert "config_hash: wanted test, found other" in caplog.text
+    assert f"protocol: wanted version {PROTOCOL_VERSION - 1} to " in caplog.text
     assert f"frame: wanted at most {max_submit_bytes(131_072, 256)} bytes" in caplog.text
 
 

@@ -14,7 +14,6 @@ import torch
 
 from compile.cache import key
 from compile.cache.key import (
-    KEYED_FIELDS,
     TRACED_FILES,
     describe,
     hash_factors,
@@ -23,7 +22,7 @@ from compile.cache.key import (
     traced_factor,
     traced_names,
 )
-from compile.config import CompilationConfig, CUDAGraphMode, DynamicShapes
+from compile.config import KEYED_FIELDS, CompilationConfig, CUDAGraphMode, DynamicShapes
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from compile.scope import CompileScope
 

@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.actors.reports import LeaderReport
 from cluster.observe.metrics import SchedulerStats
+from cluster.wire.credentials import Hashes
 from cluster.wire.messages import (
     Abort,
     EngineOutput,
@@ -23,6 +24,7 @@ from cluster.wire.messages import (
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, Leader, Stage
 
+OURS, THEIRS = Hashes("ours", "kv"), Hashes("theirs", "kv")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
 
 
@@ -50,7 +52,7 @@ def report_of(
     **fields: Any,
 ) -> LeaderReport:
     """Return the report of a ready leader, which runs and has waiting so many."""
-    known = {"epoch": 0, "state": "ready", "inbox": "tcp://127.0.0.1:9", "config_hash": "ours"}
+    known = {"epoch": 0, "state": "ready", "inbox": "tcp://127.0.0.1:9", "hashes": OURS}
     stats = SchedulerStats(num_running=load[0], num_waiting=load[1])
     return LeaderReport(pool, replica, dp_rank, **known | {"last_end": ""} | fields, load=stats)
 
@@ -101,7 +103,7 @@ class Connections:
         self.directory = Directory(
             routings or {"mixed": Routing.LEAST_REQUESTS},
             self._connect,
-            config_hash="ours",
+            numerics_hash=OURS.numerics,
             max_wait_s=max_wait_s,
         )
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from scripted import Connections, output_of, report_of, request_of, stage_of
+from scripted import OURS, THEIRS, Connections, output_of, report_of, request_of, stage_of
 
 from cluster.actors.reports import LeaderReport
 from cluster.observe.metrics import SchedulerStats
-from cluster.wire.messages import MAX_ABORTS, Hello, KVHandoff, Leave
+from cluster.wire.credentials import Hashes
+from cluster.wire.messages import MAX_ABORTS, PROTOCOL_VERSION, Hello, KVHandoff, Leave
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import NoLeader, Stage
@@ -75,7 +76,7 @@ async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_on
         connections.see(*reports)
         return connections.directory.is_replacing
 
-    old = partial(report_of, replica="old", config_hash="theirs")
+    old = partial(report_of, replica="old", hashes=THEIRS)
     assert not is_replacing() and not connections.directory.has_served
     assert is_replacing(old())
     assert is_replacing(old(), report_of(state="loading"))
@@ -89,7 +90,7 @@ async def test_a_configuration_is_replaced_until_its_engines_drain_or_the_new_on
 async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
     """What reaches an ingress whose configuration is replaced, at the last moment."""
     connections = Connections(max_wait_s=0.01)
-    others = partial(report_of, replica="other", config_hash="theirs")
+    others = partial(report_of, replica="other", hashes=THEIRS)
     connections.see(report_of(), others(state="loading"))
     connections.see(report_of(state="draining"), others(state="loading"))
     with pytest.raises(NoLeader):  # its own successor may come yet
@@ -112,7 +113,7 @@ async def test_kv_goes_where_blocks_are_free_and_not_just_taken() -> None:
             for replica, num_free in (("a", 5), ("b", 50))
         )
     )
-    handoff = KVHandoff(7, "r", [], [], [], 2, 1, "layout", 30.0)
+    handoff = KVHandoff(7, "r", [], [], [], 2, 1, "kv", 30.0)
     taken = []
     for i in range(5):
         stage = Stage(request_of(str(i), [1] * 200), handoff, 16)  # 13 blocks
@@ -129,7 +130,7 @@ async def test_a_leader_is_chosen_once_it_is_reported_ready_and_has_answered() -
         report_of(replica="loading", state="loading"),
         report_of(replica="silent"),
         report_of(replica="draining", state="draining"),
-        report_of(replica="other", config_hash="theirs"),  # while deployments are replaced
+        report_of(replica="other", hashes=THEIRS),  # while deployments are replaced
     )
     assert list(connections.newest) == ["mixed/silent/0"]
     with pytest.raises(NoLeader, match=r"^mixed pool: wanted an engine that takes requests within"):
@@ -162,9 +163,51 @@ async def test_what_comes_back_to_one_that_drains_is_told_to_leave_again() -> No
     for told in (1, 2):
         connections.see(report_of(replica="a", state="draining"), report_of(replica="b"))
         leaves = [each for each in connections["mixed/a/0"].sent if isinstance(each, Leave)]
-        assert leaves == [Leave(["r"])] * told
+        assert leaves == [Leave(["r"], True)] * told
         leader.deliver(output_of(0, [], "moved"))
         leader.submit(stage_of(), mailbox_of())
+
+
+@pytest.mark.feature("X08")
+@pytest.mark.parametrize(
+    ("hashes", "wanted"),
+    [
+        (OURS, [Leave(["r"], True)]),
+        (Hashes("ours", "kv", PROTOCOL_VERSION - 1), [Leave(["r"], True)]),
+        (Hashes("ours", "of other blocks"), [Leave(["r"], False)]),
+        (THEIRS, []),
+        (Hashes("ours", "kv", PROTOCOL_VERSION - 2), []),
+    ],
+    ids=["equal", "the release before", "other kv", "another model", "an old release"],
+)
+async def test_what_runs_leaves_for_who_gives_equal_tokens_with_kv_that_can_be_read(
+    hashes: Hashes, wanted: list[Leave]
+) -> None:
+    """A model that is replaced by another runs to its end where it is."""
+    connections = Connections(max_wait_s=0.01)
+    connections.see(report_of())
+    await submit(connections, "r")
+    successor = report_of(replica="new", hashes=hashes)
+    connections.see(report_of(state="draining"), successor)
+    connections.see(report_of(state="draining"), successor)  # it has answered
+    assert [each for each in connections["mixed/r/0"].sent if isinstance(each, Leave)] == wanted
+    assert await chosen(connections, 1) == ["mixed/new/0" if wanted else "mixed/r/0"]
+
+
+@pytest.mark.feature("X08")
+async def test_kv_goes_where_it_can_be_read_and_is_let_go_where_nobody_can() -> None:
+    connections = Connections({"decode": Routing.LEAST_REQUESTS})
+    others = report_of("decode", "new", hashes=Hashes("ours", "of other blocks"))
+    connections.see(report_of("decode"), others)
+    stage = Stage(request_of(), KVHandoff(7, "r", [], [], [], 2, 1, OURS.kv, 30.0), 16)
+    for _ in range(3):  # however much that one has to do
+        leader = await connections.directory.choose("decode", stage)
+        assert leader.report.replica_id == "r" and stage.at(leader) is stage
+        leader.submit(stage_of(str(leader.num_requests)), mailbox_of())
+    connections.see(report_of("decode", state="draining"), others)
+    leader = await connections.directory.choose("decode", stage)
+    assert leader.report.replica_id == "new" and stage.at(leader).handoff is None
+    assert leader.offer(stage) == leader.offer(stage_of())
 
 
 async def test_requests_that_wait_go_in_the_order_in_which_they_came() -> None:

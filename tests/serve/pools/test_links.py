@@ -121,7 +121,7 @@ class Ingress:
         self.links = LeaderLinks(CREDENTIALS)
         routings = {"mixed": Routing.LEAST_REQUESTS}
         self.directory = Directory(
-            routings, self.links.connect, config_hash="ours", max_wait_s=60.0
+            routings, self.links.connect, numerics_hash="ours", max_wait_s=60.0
         )
 
     def see(self, inbox: str, **fields: Any) -> Leader:

@@ -13,6 +13,7 @@ from cluster.actors.rank_group import RankDied
 from cluster.actors.reports import GroupReport, LeaderReport, ReplicaReport, leaders_of
 from cluster.group.context import RankPlace, RankStats
 from cluster.observe.metrics import SchedulerStats
+from cluster.wire.credentials import Hashes
 from serve.config import deploy_config
 from serve.pools import pool_core
 from serve.pools.chooser import Routing
@@ -58,6 +59,9 @@ class Group:
         return ENDED
 
 
+OURS = Hashes("ours", "kv")
+
+
 class Shell:
     """What Ray does for a replica."""
 
@@ -70,7 +74,7 @@ class Shell:
         self.reports: list[ReplicaReport] = []
         self.is_next_ready = asyncio.Event()
         self.is_next_ready.set()
-        self.core = PoolCore("mixed", "r", "ours", self)  # type: ignore[arg-type]
+        self.core = PoolCore("mixed", "r", OURS, self)  # type: ignore[arg-type]
 
     def new_group(self, epoch: int) -> Group:
         group = Group(epoch, self._starts[min(epoch, len(self._starts) - 1)])
@@ -172,7 +176,7 @@ async def test_a_replica_says_where_its_leaders_are_while_they_serve(
     await starting
     await shell.until(lambda: leaders_of(shell.reports[-1]))
     [leader] = leaders_of(shell.reports[-1])
-    assert leader == LeaderReport("mixed", "r", 0, 0, "ready", "inbox", "ours", "")
+    assert leader == LeaderReport("mixed", "r", 0, 0, "ready", "inbox", OURS, "")
     ready = shell.end_group()
     await shell.until(lambda: shell.reports[-1].state == "restarting")
     assert leaders_of(shell.reports[-1]) == []

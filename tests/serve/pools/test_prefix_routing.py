@@ -20,6 +20,7 @@ from cluster.engine.prefix_index import PrefixFeed
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.group.context import RankPlace, RankStats
+from cluster.wire.credentials import Hashes
 from cluster.wire.messages import GenerateRequest, SampledTokens, Submit
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import MAX_QUEUE_TIMES, Routing
@@ -50,7 +51,7 @@ class Replica:
         place, load = RankPlace(0, 0, 0), self.scheduler.stats()
         rank = RankStats(place, 1, "", "ready", 1, load, {12: 1e-4, 1: 1e-3}, prefixes)
         group, inboxes = GroupReport([rank], []), (self.name,)
-        fields = {"epoch": 0, "inboxes": inboxes, "config_hash": "ours"}
+        fields = {"epoch": 0, "inboxes": inboxes, "hashes": Hashes("ours")}
         return ReplicaReport("mixed", self.name, "ready", group, **fields)  # type: ignore[arg-type]
 
     def step(self, connection: ScriptedConnection) -> None:

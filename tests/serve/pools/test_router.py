@@ -8,8 +8,9 @@ from contextlib import aclosing
 
 import msgspec
 import pytest
-from scripted import Connections, ScriptedConnection, output_of, report_of, request_of
+from scripted import OURS, Connections, ScriptedConnection, output_of, report_of, request_of
 
+from cluster.wire.credentials import Hashes
 from cluster.wire.messages import EngineOutput, KVHandoff, Submit
 from serve.event_loop import StreamBatcher
 from serve.pools import quarantine as quarantine_module
@@ -19,7 +20,7 @@ from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
 from serve.requests.records import SequenceRecord
 
-HANDOFF = KVHandoff(7, "r", [], [], [], 2, 1, "layout", 30.0)
+HANDOFF = KVHandoff(7, "r", [], [], [], 2, 1, "kv", 30.0)
 
 
 class Run:
@@ -54,8 +55,9 @@ class Pools:
     """Pools of one leader each, which run a script for each submission, the last one for all that
     follow; a leader that is lost is rebuilt at once."""
 
-    def __init__(self, **scripts: list[Script]) -> None:
+    def __init__(self, *, decode_kv: str = "kv", **scripts: list[Script]) -> None:
         self.scripts = scripts
+        self.hashes = {"decode": Hashes("ours", decode_kv)}
         routings = dict.fromkeys(scripts, Routing.LEAST_REQUESTS)
         self.connections = Connections(routings, on_submit=self._on_submit)
         self.received: dict[str, list[Submit]] = {pool: [] for pool in scripts}
@@ -67,7 +69,10 @@ class Pools:
     def _report(self) -> None:
         epoch, ends = self._num_ends, self._num_ends - 1
         last_end = f"rank dp=0 tp=0 epoch={ends} ended: killed" if self._num_ends else ""
-        reports = [report_of(pool, epoch=epoch, last_end=last_end) for pool in self.scripts]
+        reports = [
+            report_of(pool, epoch=epoch, last_end=last_end, hashes=self.hashes.get(pool, OURS))
+            for pool in self.scripts
+        ]
         self.connections.see(*reports)
 
     def _on_submit(self, to: ScriptedConnection, submit: Submit) -> None:
@@ -222,6 +227,17 @@ async def test_the_handoff_goes_to_a_decode_engine_and_both_are_told_of_a_client
     await outputs.aclose()
     await asyncio.sleep(0)
     assert [each.aborted() for each in pools.connections.all] == [[["r.0"]], [["r.0"]]]
+
+
+@pytest.mark.feature("X08")
+async def test_kv_that_no_decode_engine_can_read_is_let_go_and_computed_there() -> None:
+    """While a pool of other blocks replaces one: no loss, and no further attempt."""
+    pools = Pools(prefill=[hand_over], decode=[finish_at(1)], decode_kv="of other blocks")
+    assert await tokens_of(pools) == [5, 7]
+    [decoding] = pools.received["decode"]
+    assert (decoding.handoff, decoding.request.output_token_ids) == (None, [5])
+    assert pools.connections["prefill/r/0"].aborted() == [[decoding.request.request_id]]
+    assert len(pools.record.attempts) == 1
 
 
 @pytest.mark.parametrize("first", [[7], []], ids=["with its next token", "before that"])

@@ -53,7 +53,7 @@ class Pair:
         num_tokens = len(blocks) * SPEC.block_size
         return KVHandoff(
             *(handoff_id, "r", [where], list(blocks), generations, num_tokens),
-            *(SPEC.block_bytes, SPEC.layout, self.lease_s),
+            *(SPEC.block_bytes, "kv", self.lease_s),
         )
 
     def start(self, handoff: KVHandoff, *dst_blocks: int, name: str = "r") -> None:
