@@ -93,6 +93,7 @@ class Connections:
         routings: Mapping[str, Routing] | None = None,
         max_wait_s: float = 60.0,
         on_submit: Callable[[ScriptedConnection, Submit], None] = lambda to, submit: None,
+        max_on_decode: int = 0,
     ) -> None:
         self.newest: dict[str, ScriptedConnection] = {}
         self.all: list[ScriptedConnection] = []
@@ -103,6 +104,7 @@ class Connections:
             self._connect,
             config_hash="ours",
             max_wait_s=max_wait_s,
+            max_on_decode=max_on_decode,
         )
 
     def __getitem__(self, engine_id: str) -> ScriptedConnection:
