@@ -248,7 +248,9 @@ def decoding(**fields: int) -> Offer:
 
 def prefilling(**fields: int) -> Offer:
     return Offer(
-        "prefill/p/0", token_s=TOKEN_S, **{"uncached_tokens": NUM_TOKENS} | fields  # type: ignore[arg-type]
+        "prefill/p/0",
+        token_s=TOKEN_S,
+        **{"uncached_tokens": NUM_TOKENS} | fields,  # type: ignore[arg-type]
     )
 
 
