@@ -148,7 +148,7 @@ def prefilled_on_decode(
     *,
     transfer_s: float | None,
     max_step_tokens: int,
-) -> int | None:
+) -> Choice | None:
     """Return which of the decode leaders is to compute the request's prompt; None for none. One is
     if that costs fewer seconds than the prefill pool, the transfer and decoding after that. Beside
     the request's own, those count that its prompt takes from the sequences that decode there.
@@ -177,7 +177,7 @@ def prefilled_on_decode(
         elsewhere_s = min(_costs(prefill, num_tokens, 0, prefill_s).values()) + transfer_s
         elsewhere_s += min(_costs(handed_over, num_tokens, num_steps - 1, prompt_s).values())
         there = {i: cost for i, cost in there.items() if cost < elsewhere_s}
-    return _drawn(decode, _equal(there), request_id) if there else None
+    return Choice(_drawn(decode, _equal(there), request_id), Why.ON_DECODE) if there else None
 
 
 def _costs(

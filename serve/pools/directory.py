@@ -36,7 +36,15 @@ from cluster.wire.messages import (
     Submit,
     encode,
 )
-from serve.pools.chooser import Chooser, Offer, Routing, Why, prefilled_on_decode, seconds_of
+from serve.pools.chooser import (
+    Choice,
+    Chooser,
+    Offer,
+    Routing,
+    Why,
+    prefilled_on_decode,
+    seconds_of,
+)
 from serve.pools.mailbox import Mailbox
 
 log = logging.getLogger("lockstep.directory")
@@ -87,6 +95,13 @@ class Chosen(NamedTuple):
     why: Why
     num_cached_tokens: int
     """Of the request, as far as is known."""
+
+
+def _chosen_of(
+    leaders: Sequence[Leader], offers: Sequence[Offer], choice: Choice, stage: Stage
+) -> Chosen:
+    place, why = choice
+    return Chosen(leaders[place], why, stage.num_tokens - offers[place].uncached_tokens)
 
 
 class TransferTimes:
@@ -462,8 +477,8 @@ class Directory:
         # A prefill engine hands a request over after one token.
         num_outputs = 0 if pool == "prefill" else stage.max_outputs
         request_id = stage.request.request_id
-        index, why = self._choosers[pool].choose(offers, request_id, stage.num_tokens, num_outputs)
-        return Chosen(leaders[index], why, stage.num_tokens - offers[index].uncached_tokens)
+        choice = self._choosers[pool].choose(offers, request_id, stage.num_tokens, num_outputs)
+        return _chosen_of(leaders, offers, choice, stage)
 
     def _on_decode(self, pool: str, prefill: list[Leader], stage: Stage) -> Chosen | None:
         """Return the decode leader that is to compute a prompt, if one is."""
@@ -476,7 +491,7 @@ class Directory:
             replace(leader.offer(stage), num_beside=num_beside[leader.report.replica_id])
             for leader in leaders
         ]
-        index = prefilled_on_decode(
+        choice = prefilled_on_decode(
             [leader.offer(stage) for leader in prefill],
             offers,
             stage.request.request_id,
@@ -485,11 +500,10 @@ class Directory:
             transfer_s=self._transfers.expected_s(stage.num_tokens),
             max_step_tokens=self._max_on_decode,
         )
-        if index is None:
+        if choice is None:
             return None
         self._transfers.on_none()
-        num_cached = stage.num_tokens - offers[index].uncached_tokens
-        return Chosen(leaders[index], Why.ON_DECODE, num_cached)
+        return _chosen_of(leaders, offers, choice, stage)
 
     @property
     def knows_prefixes(self) -> bool:

@@ -325,7 +325,8 @@ def test_what_is_not_known_or_not_handed_over_keeps_to_the_prefill_pool(
     fields = {"transfer_s": None, "max_step_tokens": 512}
     prefill, decode = offers
     assert prefilled_on_decode([prefill], [], "r", NUM_TOKENS, 9, **fields) is None  # type: ignore[arg-type]
-    assert prefilled_on_decode([], [decode], "r", NUM_TOKENS, 9, **fields) == 0  # type: ignore[arg-type]
+    found = prefilled_on_decode([], [decode], "r", NUM_TOKENS, 9, **fields)  # type: ignore[arg-type]
+    assert found == (0, Why.ON_DECODE)
 
 
 @pytest.mark.feature("R21")
