@@ -43,10 +43,10 @@ def test_short_prompts_are_answered_alike_by_an_idle_decode_engine(
     wanted = [llm.generate(each, SamplingParams(**GREEDY))[0].outputs[0] for each in prompts]  # type: ignore[arg-type]
     assert found == [output.token_ids for output in wanted]
 
-    def choices() -> dict[str, dict[str, float]] | None:
+    def are_told() -> bool:
+        # While nobody looked, there are no figures.
         figures = app.get("/status")[1]["figures"]
-        counted = figures and figures["choices"]
-        return counted if counted and "on_decode" in counted.get("decode", {}) else None
+        choices = figures["choices"] if figures else {}
+        return "prefill" in choices and "on_decode" in choices.get("decode", {})
 
-    counted = app.wait_until(choices)
-    assert counted["prefill"].keys() == {"only"} and counted["decode"].keys() >= {"only"}
+    app.wait_until(are_told)
