@@ -31,7 +31,7 @@ class Role(Enum):
     PREFILL = "prefill"
     """Holds its KV and hands it over."""
     DECODE = "decode"
-    """Takes sequences over from prefill engines."""
+    """Keeps it, after it took it over from a prefill engine or computed its prompt."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,15 @@ from compile import environment
 from compile.config import FIELDS, WANTED, CompilationConfig
 from compile.resolve import PRESETS
 from model.fields import hints_of, words_for
-from serve.arguments import ALIASES, DeployArgs, EngineArgs, IngressArgs, KVArgs, PoolArgs
+from serve.arguments import (
+    ALIASES,
+    DeployArgs,
+    EngineArgs,
+    IngressArgs,
+    KVArgs,
+    PoolArgs,
+    PrefillArgs,
+)
 from serve.compilation import DEFAULT_LEVEL, SECTIONS
 from serve.openai import answers, responses, schema, tokenizing
 from serve.openai.body import ignored_fields, inert_fields
@@ -117,6 +125,9 @@ Each of these is told to all pools, or to one by its own name, which goes before
     yield "## `prefill.*`, `decode.*`, `mixed.*`"
     yield "These, and the ones above."
     yield _fields(PoolArgs, without=shared)
+    yield "## `prefill.*`"
+    yield "This one besides."
+    yield _fields(PrefillArgs, without=PoolArgs.__struct_fields__)
     yield "## `ingress.*`"
     yield _fields(IngressArgs)
     yield "## `kv.*`"

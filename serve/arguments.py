@@ -151,6 +151,15 @@ class PoolArgs(EngineArgs, frozen=True):
     `round_robin`, `least_requests` or `least_tokens`."""
 
 
+class PrefillArgs(PoolArgs, frozen=True):
+    """`prefill.*`."""
+
+    on_decode: Literal["never", "auto"] = "never"
+    """`auto`: a decode engine computes a prompt itself where that costs fewer seconds than to have
+    it computed and handed over, those included that its other sequences lose by it; `never`: new
+    prompts run in the prefill pool alone. Needs `routing=cost` of both pools."""
+
+
 class IngressArgs(_Strict, frozen=True):
     """`ingress.*`."""
 
@@ -197,7 +206,7 @@ class DeployArgs(EngineArgs, frozen=True):
     others' begin; `all`, those of all. A request's `cache_salt` divides either further."""
     pools: Literal["pd", "mixed"] = "pd"
     """`pd`: a prefill and a decode pool; `mixed`: one pool that does both."""
-    prefill: PoolArgs = PoolArgs()
+    prefill: PrefillArgs = PrefillArgs()
     """The prefill pool."""
     decode: PoolArgs = PoolArgs()
     """The decode pool."""

@@ -137,6 +137,12 @@ class DeployConfig:
         return self.api.args
 
     @property
+    def max_on_decode(self) -> int:
+        """Tokens of a decode engine's step, if it may compute prompts that are new; else 0."""
+        may_compute = self.args.prefill.on_decode == "auto"
+        return self.pools[-1].engine.scheduler.max_num_batched_tokens if may_compute else 0
+
+    @property
     def max_running(self) -> int:
         """Sequences that run at once, with as many replicas as there always are."""
         return self.pools[-1].min_replicas * self.pools[-1].replica_places
@@ -180,6 +186,11 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         # Each decode rank reads the slice of one prefill rank.
         like = f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)"
         raise FieldError("decode.tensor_parallel_size", like, size)
+    if args.prefill.on_decode == "auto":
+        for name in names:
+            if (routing := getattr(args, name).routing) is not Routing.COST:
+                field = "prefill.on_decode"
+                raise FieldError(field, f"never where {name}.routing={routing.value}", "auto")
     path, model = _model(args)
     pools = tuple(_pool_config(name, args, path, model) for name in names)
     num_ingresses = args.ingress.replicas
@@ -343,7 +354,8 @@ def _replica_bounds(name: str, pool: PoolArgs) -> tuple[int, int]:
 
 def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
     for other in POOLS:
-        if other not in names and getattr(args, other) != PoolArgs():
+        told = getattr(args, other)
+        if other not in names and told != type(told)():
             raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
 
 

@@ -72,6 +72,7 @@ class Ingress:
             self._links.connect,
             numerics_hash=config.numerics_hash,
             max_wait_s=config.args.max_queue_wait_s,
+            max_on_decode=config.max_on_decode,
         )
         quarantine = Quarantine(ActorLock(app_name, ingress_id))
         pool = config.pools[0]

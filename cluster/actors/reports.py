@@ -228,6 +228,7 @@ def figures_body(
     the pool, the replica and the data-parallel rank."""
     return {
         "ingress": _flat(totals.get(INGRESS, {}), _INGRESS_FIGURES),
+        "choices": _choices(totals.get(INGRESS, {})),
         "engines": [
             {
                 "pool": pool,
@@ -287,6 +288,15 @@ _ENGINE_FIGURES = (
     *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
     *("kv_transfers_total", "kv_transfer_failures_total", "rank_restarts_total"),
 )
+
+
+def _choices(counts: Counts) -> dict[str, dict[str, float]]:
+    """Return why engines were chosen, how often: by pool and reason."""
+    found: dict[str, dict[str, float]] = {}
+    for (name, *labels), value in counts.items():
+        if name == "choices_total":
+            found.setdefault(labels[0], {})[labels[1]] = value
+    return found
 
 
 def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -53,6 +54,8 @@ LOST_AFTER_S = 5.0
 holds for ingresses."""
 ANSWER_S = 3.0
 """How long the board may take to answer an ingress."""
+USUAL_STATES = ("loading", "ready", "draining")
+"""Of a replica that nothing happens to."""
 DEBUG_S = 3.0
 """How long ranks have to answer `/debug/ranks`."""
 
@@ -169,6 +172,7 @@ class StatusBoard:
         """Take what a pool's policy has decided, and return what it decides by next."""
         now = time.monotonic()
         if decided is not None:
+            self._count_decision(pool, decided)
             self._scaling[pool] = now, decided
         self._forget_lost(now)
         reports = [report for _, report in self._reports.get(pool, {}).values()]
@@ -185,7 +189,25 @@ class StatusBoard:
         for pool in self._reports:
             engines |= self._engines(pool)
         wanted = {pool: int(decided["wanted"]) for pool, (_, decided) in self._scaling.items()}
-        return MetricsSnapshot(self._ledger.totals, engines, wanted)
+        return MetricsSnapshot(self._ledger.totals, engines, wanted, self._replicas())
+
+    def _replicas(self) -> dict[str, dict[str, int]]:
+        """Return how many replicas each pool has in each state, zeros of the usual ones included:
+        a series that ends looks as if it stayed."""
+        return {
+            pool: {
+                **dict.fromkeys(USUAL_STATES, 0),
+                **Counter(report.state for _, report in by_id.values()),
+            }
+            for pool, by_id in self._reports.items()
+        }
+
+    def _count_decision(self, pool: str, decided: dict[str, Any]) -> None:
+        _, before = self._scaling.get(pool, (0.0, decided))
+        if decided["wanted"] != before["wanted"]:
+            key, source = ("scale_decisions_total", decided["why"]), f"scaling/{pool}"
+            counts = self._ledger.last.get(source, {})
+            self._add(source, pool, {**counts, key: counts.get(key, 0.0) + 1})
 
     def _engines(self, pool: str) -> dict[str, SchedulerStats]:
         return {

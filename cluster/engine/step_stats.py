@@ -109,11 +109,7 @@ class StepStats:
         self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        if not num_tokens:
-            return
-        size, token_s = num_tokens.bit_length(), seconds / num_tokens
-        known = self._token_s.get(size, token_s)
-        self._token_s[size] = KEEP * known + (1 - KEEP) * token_s
+        learn_seconds(self._token_s, num_tokens, seconds)
 
     def token_s(self) -> dict[int, float]:
         """Return how long a token took, by the number of binary digits of its step's tokens; sizes
@@ -170,6 +166,15 @@ class StepStats:
             return min(smaller) * num_tokens
         larger = min(known_s)
         return known_s[larger] * (1 << (larger - 1))
+
+
+def learn_seconds(token_s: dict[int, float], num_tokens: int, seconds: float) -> None:
+    """Note how long so many tokens took together: `token_s` has the seconds of one, by the number
+    of binary digits of theirs."""
+    if not num_tokens:
+        return
+    size, each_s = num_tokens.bit_length(), seconds / num_tokens
+    token_s[size] = KEEP * token_s.get(size, each_s) + (1 - KEEP) * each_s
 
 
 def _as_dict(agreed: StepAgreement) -> dict[str, Any]:

@@ -185,7 +185,23 @@ METRICS = (
     _counter("kv_transfer_failures_total", "Reads of KV that failed."),
     _counter("kv_transfer_seconds_total", "Seconds that reads of KV under a valid lease took."),
     _counter("kv_leases_expired_total", "Handoffs whose reader was not heard of in time."),
+    _gauge("replicas", "Replicas of a pool by their state, as in `/ready`.", "state"),
     _gauge("replicas_wanted", "Replicas that a pool is scaled to; of scaled pools alone."),
+    _counter(
+        "scale_decisions_total",
+        "How often a pool was to have another number of replicas: up for its `load` or `queue`, "
+        "down since it was `calm`, or as its `bounds` are.",
+        "reason",
+    ),
+    _counter(
+        "choices_total",
+        "Engines that were chosen for sequences that have ended: since it was the `only` one, by "
+        "what was cached (`prefix`) or to do there (`load`), among `equal` ones, or to compute a "
+        "prompt where it decodes (`on_decode`).",
+        "pool",
+        "reason",
+    ),
+    _counter("moves_total", "How often sequences that have ended left an engine that drained."),
     _counter(
         "rank_restarts_total",
         "Ends of rank groups, by the rank that was named (`dp=0 tp=1`).",
@@ -226,6 +242,8 @@ class MetricsSnapshot:
     engines: dict[str, SchedulerStats]
     replicas_wanted: dict[str, int] = field(default_factory=dict)
     """By pool, of those that are scaled."""
+    replicas: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By pool and state."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +290,10 @@ def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> 
     if metric.name == "replicas_wanted":
         for pool, wanted in snapshot.replicas_wanted.items():
             yield Sample((described.model_name, pool), wanted)
+    if metric.name == "replicas":
+        for pool, states in snapshot.replicas.items():
+            for state, number in states.items():
+                yield Sample((described.model_name, pool, state), number)
     for engine, now in snapshot.engines.items():
         labels = (described.model_name, engine)
         match metric.name:

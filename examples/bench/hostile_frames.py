@@ -192,7 +192,7 @@ async def _receive_tokens(pipe: Connection, honest: str, hostile: str) -> None:
     polling = asyncio.create_task(poll())
     mailbox = Mailbox("honest", StreamBatcher())
     stage = Stage(request("honest"), None, 16)
-    (await directory.choose("honest", stage)).submit(stage, mailbox)
+    (await directory.choose("honest", stage)).leader.submit(stage, mailbox)
     turns: list[Turn] = []
     threading.Thread(target=_tell_turns, args=(pipe, [hostile], turns), daemon=True).start()
     keep_what_is_loaded()

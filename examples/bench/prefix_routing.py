@@ -252,7 +252,7 @@ async def simulate(
         request = GenerateRequest(str(number), arrival.prompt, [], ONE_TOKEN, b"")
         prefixes = prompt_prefixes(request, BLOCK_SIZE) if pool.directory.knows_prefixes else []
         stage = Stage(request, None, BLOCK_SIZE, prefixes)
-        leader = await pool.directory.choose("prefill", stage)
+        leader = (await pool.directory.choose("prefill", stage)).leader
         leader.submit(stage, Mailbox(request.request_id, tick))
         queues = [replica.num_unfinished for replica in replicas]
         if (mean := statistics.mean(queues)) >= MEAN_QUEUE:

@@ -104,8 +104,12 @@ def line_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
             decode_s = sum(each.last_at - each.first_at for each in started)
             fields["tpot_s"] = round(decode_s / num_gaps, 6)
     fields["finish_reason"] = ",".join(sorted({each.finish_reason for each in sequences}))
-    engines = dict.fromkeys(engine for each in sequences for engine in each.engines)
-    fields["engines"] = ",".join([*engines][:MAX_ENGINES])
+    chosen: dict[str, str] = {}
+    for choice in (choice for each in sequences for choice in each.choices):
+        chosen.setdefault(choice.engine, str(choice))
+    fields["engines"] = ",".join([*chosen][:MAX_ENGINES])
+    fields["why"] = ",".join([*chosen.values()][:MAX_ENGINES])
+    fields["moves"] = sum(each.num_moves for each in sequences)
     fields["attempts"] = max((each.num_attempts for each in sequences), default=0)
     return fields
 

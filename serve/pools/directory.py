@@ -19,10 +19,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.actors.reports import LeaderReport
 from cluster.engine.prefix_index import Prefix, PrefixIndex
+from cluster.engine.step_stats import learn_seconds
 from cluster.wire.messages import (
     MAX_ABORTS,
     Abort,
@@ -35,7 +36,15 @@ from cluster.wire.messages import (
     Submit,
     encode,
 )
-from serve.pools.chooser import Chooser, Offer, Routing
+from serve.pools.chooser import (
+    Choice,
+    Chooser,
+    Offer,
+    Routing,
+    Why,
+    prefilled_on_decode,
+    seconds_of,
+)
 from serve.pools.mailbox import Mailbox
 
 log = logging.getLogger("lockstep.directory")
@@ -48,6 +57,8 @@ MAX_EXPECTED = 1024
 hold up the event loop for milliseconds."""
 MAX_SETTLING = 1024
 """Requests of a leader that may be in no report yet."""
+MAX_UNMEASURED = 100
+"""Prompts that may be computed where they decode between two transfers that are measured."""
 
 
 class NoLeader(RuntimeError):
@@ -83,6 +94,45 @@ class Stage:
         return self.request.sampling.max_tokens - len(self.request.output_token_ids)
 
 
+class Chosen(NamedTuple):
+    leader: Leader
+    why: Why
+    num_cached_tokens: int
+    """Of the request, as far as is known."""
+
+
+def _chosen_of(
+    leaders: Sequence[Leader], offers: Sequence[Offer], choice: Choice, stage: Stage
+) -> Chosen:
+    place, why = choice
+    return Chosen(leaders[place], why, stage.num_tokens - offers[place].uncached_tokens)
+
+
+class TransferTimes:
+    """How long this ingress has seen requests take from the submission of a handoff to the first
+    output of the engine that goes on: its KV is there, and mostly its next token."""
+
+    def __init__(self) -> None:
+        self._token_s: dict[int, float] = {}
+        """Seconds a token, by the number of binary digits of the request's tokens."""
+        self._num_unmeasured = 0
+
+    def on_transfer(self, num_tokens: int, seconds: float) -> None:
+        learn_seconds(self._token_s, num_tokens, seconds)
+        self._num_unmeasured = 0
+
+    def on_none(self) -> None:
+        """A prompt is computed where it decodes. What is never measured again is forgotten: else
+        one transfer that was slow would keep all others from being tried."""
+        self._num_unmeasured += 1
+        if self._num_unmeasured > MAX_UNMEASURED:
+            self._token_s.clear()
+
+    def expected_s(self, num_tokens: int) -> float | None:
+        """Return how long one of so many tokens takes; None if none of so few was measured."""
+        return seconds_of(self._token_s, num_tokens)
+
+
 @dataclass(frozen=True)
 class _Taken:
     """A stage that this ingress has submitted."""
@@ -95,6 +145,8 @@ class _Taken:
     """The same as the leader reports them: it does not know of all what is cached."""
     num_blocks: int
     """That it needs until it has its next token, beside those that are cached."""
+    at: float
+    """When it was submitted, by the loop's clock."""
 
 
 def _num_blocks(stage: Stage, uncached_tokens: int) -> int:
@@ -119,11 +171,13 @@ class Leader:
         report: LeaderReport,
         connect: Callable[[str, Leader], Connection],
         on_change: Callable[[], None],
+        transfers: TransferTimes,
     ) -> None:
         self.report = report
         self.is_lost = False
         self._is_welcome = False
         self._on_change = on_change
+        self._transfers = transfers
         self._running: dict[str, _Taken] = {}
         """By request id."""
         self._queued: dict[str, _Taken] = {}
@@ -228,7 +282,8 @@ class Leader:
         uncached_tokens = self._num_uncached(stage)
         queued_tokens = stage.num_tokens if stage.handoff is None else 0
         num_blocks = _num_blocks(stage, uncached_tokens)
-        taken = _Taken(stage, to, uncached_tokens, queued_tokens, num_blocks)
+        now = asyncio.get_running_loop().time()
+        taken = _Taken(stage, to, uncached_tokens, queued_tokens, num_blocks, now)
         self._running[request_id] = self._queued[request_id] = taken
         self._num_tokens += stage.num_tokens
         self._uncached_tokens += uncached_tokens
@@ -308,12 +363,19 @@ class Leader:
         if taken is None:
             return  # it was let go, and its abort is on its way
         mailbox = taken.to
+        if output.request_id in self._queued and taken.stage.handoff is not None:
+            self._on_transfer(taken, output)
         self._leave_queue(output.request_id)
         if output.finish_reason:
             self._take_out(output.request_id)
         if output.handoff is not None:
             self._handed_over[output.request_id] = mailbox
         mailbox.put(output)
+
+    def _on_transfer(self, taken: _Taken, output: EngineOutput) -> None:
+        if output.token_ids or not output.finish_reason:  # else its KV was not read
+            took_s = asyncio.get_running_loop().time() - taken.at
+            self._transfers.on_transfer(taken.stage.num_tokens, took_s)
 
     def on_end(self, why: str) -> None:
         """The connection has ended, and so has all that ran over it."""
@@ -342,12 +404,16 @@ class Directory:
         *,
         numerics_hash: str,
         max_wait_s: float,
+        max_on_decode: int = 0,
     ) -> None:
         """Know of nobody yet. routings: by pool; a request goes to leaders of these numerics alone,
-        and waits at most `max_wait_s` for one that can take it."""
+        and waits at most `max_wait_s` for one that can take it; max_on_decode: tokens of a decode
+        engine's step, if it may compute prompts that are new, else 0."""
         self._connect = connect
         self._numerics_hash = numerics_hash
         self._max_wait_s = max_wait_s
+        self._max_on_decode = max_on_decode
+        self._transfers = TransferTimes()
         self._choosers = {pool: Chooser(routing) for pool, routing in routings.items()}
         self._leaders: dict[str, Leader] = {}
         """By engine id: the connection of its newest epoch."""
@@ -387,7 +453,9 @@ class Directory:
             elif report.state == "ready":
                 if known is not None:
                     known.on_end("it was rebuilt")
-                self._leaders[report.engine_id] = Leader(report, self._connect, self._wake)
+                self._leaders[report.engine_id] = Leader(
+                    report, self._connect, self._wake, self._transfers
+                )
         self.has_served |= serving >= self._choosers.keys()
         for engine_id in [*self._leaders]:
             if self._leaders[engine_id].is_lost and engine_id not in reported:
@@ -399,14 +467,17 @@ class Directory:
                 leader.leave(with_kv=any(each.report.hashes.kv == kv for each in ready))
         self._wake()
 
-    async def choose(self, pool: str, stage: Stage) -> Leader:
-        """Return the leader of a pool that gets a request next, one that can read its KV if there
-        is one; NoLeader if none could take it in time. Requests that wait go in the order in which
-        they came."""
+    async def choose(self, pool: str, stage: Stage) -> Chosen:
+        """Return the leader that gets a request next, of a pool, one that can read its KV if there
+        is one, or of the decode pool if that may compute the prompt; NoLeader if none could take it
+        in time. Requests that wait go in the order in which they came."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
                 while True:
-                    if leaders := self._able(pool):
+                    leaders = self._able(pool)
+                    if chosen := self._on_decode(pool, leaders, stage):
+                        return chosen
+                    if leaders:
                         readers = [each for each in leaders if each.can_read(stage)]
                         return self._chosen(pool, readers or leaders, stage)
                     await self._changed.wait()
@@ -415,14 +486,38 @@ class Directory:
             f"found {self._states(pool)}"
         )
 
-    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
+    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Chosen:
         offers = [leader.offer(stage) for leader in leaders]
         # A prefill engine hands a request over after one token.
         num_outputs = 0 if pool == "prefill" else stage.max_outputs
         request_id = stage.request.request_id
-        return leaders[
-            self._choosers[pool].choose(offers, request_id, stage.num_tokens, num_outputs)
+        choice = self._choosers[pool].choose(offers, request_id, stage.num_tokens, num_outputs)
+        return _chosen_of(leaders, offers, choice, stage)
+
+    def _on_decode(self, pool: str, prefill: list[Leader], stage: Stage) -> Chosen | None:
+        """Return the decode leader that is to compute a prompt, if one is."""
+        if pool != "prefill" or not self._max_on_decode:
+            return None
+        leaders, num_beside = self._able("decode"), Counter[str]()
+        for leader in leaders:
+            num_beside[leader.report.replica_id] += leader.num_requests
+        offers = [
+            replace(leader.offer(stage), num_beside=num_beside[leader.report.replica_id])
+            for leader in leaders
         ]
+        choice = prefilled_on_decode(
+            [leader.offer(stage) for leader in prefill],
+            offers,
+            stage.request.request_id,
+            stage.num_tokens,
+            stage.max_outputs,
+            transfer_s=self._transfers.expected_s(stage.num_tokens),
+            max_step_tokens=self._max_on_decode,
+        )
+        if choice is None:
+            return None
+        self._transfers.on_none()
+        return _chosen_of(leaders, offers, choice, stage)
 
     @property
     def knows_prefixes(self) -> bool:
@@ -440,8 +535,10 @@ class Directory:
         }
 
     def _counts_prefixes(self, pool: str) -> bool:
-        # What a decode engine reads is cached there as well; it saves a read, and no computation.
-        return pool != "decode" and self._choosers[pool].routing is Routing.COST
+        # What a decode engine reads is cached there as well; it saves a read, and no computation
+        # unless the engine computes prompts.
+        can_compute = pool != "decode" or bool(self._max_on_decode)
+        return can_compute and self._choosers[pool].routing is Routing.COST
 
     def last_end(self, engine_id: str) -> str:
         """Return how the last group of an engine that was lost ended, if the board has said so."""

@@ -1,7 +1,7 @@
 """The router: a request's way through the pools.
 
-1. The request is submitted to the leader of the prefill pool that the directory chooses. Its tokens
-   come back over the same connection.
+1. The request is submitted to the leader of the prefill pool that the directory chooses, or of the
+   decode pool where that may compute prompts. Its tokens come back over the same connection.
 2. A prefill engine ends with a handoff; the request goes to a leader of the decode pool with the
    handoff and with the tokens so far. An engine that drains does the same: another one of its pool
    goes on, which computes what it cannot read (`Hashes`). What leaves without KV begins again in
@@ -134,7 +134,9 @@ class Router:
                 stage = Stage(
                     request, handoff, self._cache.block_size, prefixes if handoff is None else ()
                 )
-                leader = await self._directory.choose(pool, stage)
+                leader, why, num_cached = await self._directory.choose(pool, stage)
+                record.on_choice(leader.report.engine_id, why, num_cached)
+                pool = leader.report.pool
                 is_first = all(each.report.pool != pool for each in leaders)
                 if not leader.can_read(stage):
                     leaders[-1].abort(request.request_id)  # nobody needs its KV
@@ -161,13 +163,13 @@ class Router:
                     has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
                     if output.token_ids or output.finish_reason:
                         yield output
-                if handoff is None:
-                    pool = self._first_pool
-                elif pool == "prefill":
+                if goes_on and pool == "prefill" and handoff is not None:
                     record.on_handover()
                     pool = "decode"
+                elif goes_on:
+                    record.on_move()
+                    pool = self._first_pool if handoff is None else pool
         finally:
-            record.on_engines([leader.report.engine_id for leader in leaders])
             for leader in leaders:
                 if has_ended:
                     leader.release(request.request_id)

@@ -6,15 +6,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.observe.counts import Counts, Histogram
 from cluster.observe.metrics import HISTOGRAM, METRICS
 from serve.clients import UNKNOWN, Client
+from serve.pools.chooser import Why
 
 ABORTED, FAILED = "abort", "error"
 """How a sequence ends whose client left or whose time was up, and one that failed."""
 MAX_ATTEMPTS = 16
 """Attempts of a sequence that are noted one by one: the first ones, and the last."""
+
+
+class EngineChoice(NamedTuple):
+    """An engine that a sequence was sent to."""
+
+    engine: str
+    """As `pool/replica/dp_rank`."""
+    why: Why
+    num_cached_tokens: int
+    """That were known to be cached there."""
+
+    def __str__(self) -> str:
+        """Return why, in a word."""
+        return f"{self.why}:{self.num_cached_tokens}" if self.why is Why.PREFIX else self.why
 
 
 @dataclass(slots=True)
@@ -37,8 +53,14 @@ class Attempt:
     lost_at: float = 0.0
     lost: str = ""
     """How it was lost, if it was."""
-    engines: list[str] = field(default_factory=list)
-    """Those that sent outputs, as `pool/replica/dp_rank`, in their order."""
+    choices: list[EngineChoice] = field(default_factory=list)
+    """In their order."""
+    num_moves: int = 0
+    """How often it left an engine that drained."""
+
+    @property
+    def engines(self) -> list[str]:
+        return [choice.engine for choice in self.choices]
 
 
 @dataclass(slots=True)
@@ -82,8 +104,12 @@ class SequenceRecord:
         return self.last_at - self.first_at
 
     @property
-    def engines(self) -> list[str]:
-        return [*dict.fromkeys(name for each in self.attempts for name in each.engines)]
+    def choices(self) -> list[EngineChoice]:
+        return [choice for each in self.attempts for choice in each.choices]
+
+    @property
+    def num_moves(self) -> int:
+        return sum(each.num_moves for each in self.attempts)
 
     def on_attempt(self) -> None:
         if len(self.attempts) == MAX_ATTEMPTS:
@@ -102,8 +128,11 @@ class SequenceRecord:
     def on_handover(self) -> None:
         self.attempts[-1].handed_over_at = time.monotonic()
 
-    def on_engines(self, names: list[str]) -> None:
-        self.attempts[-1].engines = names
+    def on_choice(self, engine: str, why: Why, num_cached_tokens: int) -> None:
+        self.attempts[-1].choices.append(EngineChoice(engine, why, num_cached_tokens))
+
+    def on_move(self) -> None:
+        self.attempts[-1].num_moves += 1
 
     def on_lost(self, how: str) -> None:
         self.attempts[-1].lost_at, self.attempts[-1].lost = time.monotonic(), how
@@ -194,6 +223,9 @@ class IngressCounts:
         now = time.monotonic()
         sequence.finish_reason, sequence.ended_at = finish_reason, now
         self._counters["request_success_total", finish_reason] += 1
+        for engine, why, _ in sequence.choices:
+            self._counters["choices_total", engine.partition("/")[0], why.value] += 1
+        self._counters["moves_total",] += sequence.num_moves
         self._histograms["e2e_request_latency_seconds"].observe(now - request.arrived_at)
         self._histograms["request_generation_tokens"].observe(sequence.num_tokens)
         self._histograms["request_max_num_generation_tokens"].observe(sequence.max_tokens)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs, PrefillArgs
 from serve.openai.responses import ResponsesRequest
 from serve.openai.schema import (
     CalledFunction,
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DESCRIBED = ("arguments", "compilation", "requests")
 PAGES = ROOT / "serve" / "docs" / "reference"
 STRUCTS = (
-    *(DeployArgs, PoolArgs, IngressArgs, KVArgs),
+    *(DeployArgs, PoolArgs, PrefillArgs, IngressArgs, KVArgs),
     *(ChatRequest, CompletionRequest, StreamOptions, Message, TextPart, ResponsesRequest),
     *(TokenizeRequest, DetokenizeRequest),
     *(Tool, Function, NamedToolChoice, FunctionName, ToolCall, CalledFunction),

@@ -379,7 +379,7 @@ MUTATIONS = (
         "serve/pools/directory.py",
         {
             "running, self._running = self._running, {}\n": "running: dict[str, Any] = {}\n",
-            "from typing import Protocol": "from typing import Any, Protocol",
+            "import NamedTuple, Protocol": "import Any, NamedTuple, Protocol",
         },
         (SIMULATED,),
     ),
@@ -476,6 +476,18 @@ MUTATIONS = (
         "serve/pools/chooser.py",
         {"if queue_s[i] > MAX_QUEUE_TIMES * mean_s + num_tokens * prompt_s[i]:": "if False:"},
         ("tests/serve/pools/test_chooser.py",),
+    ),
+    Mutation(
+        "A prompt is computed where it decodes, whatever the sequences there lose by it (R21).",
+        "serve/pools/chooser.py",
+        {" + decode[i].num_beside * decode[i].uncached_tokens * prompt_s[i]": ""},
+        ("tests/serve/pools/test_chooser.py", "tests/serve/pools/test_on_decode.py"),
+    ),
+    Mutation(
+        "A transfer that was slow once is never measured again (R21).",
+        "serve/pools/directory.py",
+        {"            self._token_s.clear()\n": "            pass\n"},
+        ("tests/serve/pools/test_on_decode.py",),
     ),
     Mutation(
         "What an ingress has just submitted is not expected to be cached there (P08).",

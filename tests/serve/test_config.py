@@ -25,6 +25,7 @@ from serve.arguments import (
     IngressArgs,
     KVArgs,
     PoolArgs,
+    PrefillArgs,
     parse_args,
     split_dashed,
 )
@@ -35,7 +36,8 @@ SECTIONS = {
     "": DeployArgs,
     "ingress.": IngressArgs,
     "kv.": KVArgs,
-    **dict.fromkeys(("prefill.", "decode.", "mixed."), PoolArgs),
+    "prefill.": PrefillArgs,
+    **dict.fromkeys(("decode.", "mixed."), PoolArgs),
 }
 FILE = """
 max_num_seqs: 8
@@ -439,6 +441,19 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             "decode.placement_strategy: wanted STRICT_PACK, PACK, SPREAD or STRICT_SPREAD, found",
         ),
         ({"decode.routing": "random"}, "decode.routing: wanted one of cost, round_robin"),
+        (
+            {"prefill.on_decode": "always"},
+            "prefill.on_decode: wanted never or auto, found 'always'",
+        ),
+        ({"decode.on_decode": "auto"}, "decode.on_decode: wanted one of max_num_seqs, "),
+        (
+            {"prefill.on_decode": "auto", "decode.routing": "round_robin"},
+            "prefill.on_decode: wanted never where decode.routing=round_robin, found 'auto'",
+        ),
+        (
+            {**MIXED, "prefill.on_decode": "auto"},
+            "prefill: wanted nothing where pools=mixed, found",
+        ),
         ({"reasoning_parser": "gpt"}, "reasoning_parser: wanted one of "),
         ({"tool_call_parser": "gpt"}, "tool_call_parser: wanted one of "),
         ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),

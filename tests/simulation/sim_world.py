@@ -261,6 +261,10 @@ class World:
             lambda inbox, leader: self.plants.connection(self, inbox, leader),
             numerics_hash=HASHES.numerics,
             max_wait_s=self.schedule.max_wait_s,
+            # In half of the schedules that count in seconds prompts may run where they decode.
+            max_on_decode=self.schedule.budget * (self.schedule.seed // 2 % 2)
+            if self.schedule.routing == "cost"
+            else 0,
         )
         schedule = self.schedule
         cache = CacheConfig(schedule.block_size, enable_prefix_caching=schedule.is_caching)

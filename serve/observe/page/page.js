@@ -334,6 +334,12 @@ function showScaling(pool, scaling) {
     make("p", {}, why.map(([name, value]) => `${name} ${+value.toPrecision(3)}`).join(", ")));
 }
 
+// Why engines of a pool were chosen for the sequences that have ended.
+function showChoices(pool, reasons) {
+  const why = Object.entries(reasons).sort((a, b) => b[1] - a[1]).map(([reason, n]) => `${reason} ${count(n)}`);
+  return make("p", { class: "choices" }, `${pool}, chosen for: ${why.join(", ")}`);
+}
+
 function showPools(body) {
   const boxes = [], ids = new Set();
   for (const [pool, found] of Object.entries(read(body, "pools"))) {
@@ -344,6 +350,8 @@ function showPools(body) {
       ids.add(id);
     }
     if (found.scaling) boxes.push(showScaling(pool, found.scaling));
+    const reasons = body.figures && read(body.figures, "choices")[pool];
+    if (reasons) boxes.push(showChoices(pool, reasons));
     if (!read(found, "replicas").length)
       boxes.push(make("div", { class: "sheet replica" }, make("h3", {}, pool), make("p", { class: "none" }, "no replica yet")));
   }

@@ -15,7 +15,7 @@ from cluster.engine.prefix_index import PREFIX_BYTES, PrefixFeed, PrefixUpdate
 from cluster.group.context import RankPlace, RankStats
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
-from cluster.observe.metrics import SchedulerStats
+from cluster.observe.metrics import Described, SchedulerStats, samples
 from cluster.wire.credentials import Hashes
 from cluster.wire.messages import PROTOCOL_VERSION
 
@@ -184,3 +184,29 @@ def test_what_leaders_have_cached_goes_through_once_and_whole_to_who_is_new() ->
     assert polled((3, 52)) is None
     board.remove("mixed", "a")
     assert push(4, None) == {0: 0}
+
+
+def test_replicas_by_state_and_each_change_of_what_is_wanted_are_counted() -> None:
+    board = StatusBoard(["mixed"])
+    for replica_id, state in (("a", "ready"), ("b", "draining"), ("c", "ready"), ("d", "stuck")):
+        board.push(ReplicaReport("mixed", replica_id, state, GroupReport([], [])))
+    for wanted, why in ((2, ""), (3, "load"), (3, "load"), (2, "calm"), (3, "load")):
+        board.scale("mixed", {"wanted": wanted, "why": why})
+    snapshot = board.metrics("i", {})
+    assert snapshot.replicas == {"mixed": {"loading": 0, "ready": 2, "draining": 1, "stuck": 1}}
+    decisions = {("scale_decisions_total", "load"): 2, ("scale_decisions_total", "calm"): 1}
+    assert snapshot.totals["mixed"] == decisions
+    found = {
+        (metric.name, sample.labels[1:]): sample.value
+        for metric, samples_of in samples(snapshot, Described("m", 8))
+        for sample in samples_of
+    }
+    assert found["replicas", ("mixed", "ready")] == 2
+    assert found["scale_decisions_total", ("mixed", "load")] == 2
+
+
+def test_figures_have_why_engines_were_chosen() -> None:
+    board = StatusBoard(["mixed"])
+    counts: Counts = {("choices_total", "mixed", "load"): 2, ("choices_total", "mixed", "only"): 1}
+    body = board.poll(report("a", is_watched=True, counts=counts))
+    assert body["figures"]["choices"] == {"mixed": {"load": 2, "only": 1}}

@@ -28,7 +28,8 @@ from serve.observe.tracing import (
     make_spans,
     otlp_exporter,
 )
-from serve.requests.records import Attempt, RequestRecord, SequenceRecord
+from serve.pools.chooser import Why
+from serve.requests.records import Attempt, EngineChoice, RequestRecord, SequenceRecord
 
 pytestmark = pytest.mark.feature("R15")
 
@@ -40,8 +41,9 @@ def attempt(number: int = 0, at: float = 1.0, **fields: Any) -> Attempt:
     """One through two pools: queued 1 s, prefilled 2 s, transferred 1 s; engines are named."""
     times = {"queued_s": 1.0, "first_at": NOW + at + 3, "handed_over_at": NOW + at + 3}
     times |= {"kv_wait_s": 1.0, "resumed_at": NOW + at + 4.5}
-    engines = ["prefill/a/0", "decode/b/1"]
-    return Attempt(number, NOW + at, **{**times, "engines": engines, **fields})
+    engines = fields.pop("engines", ["prefill/a/0", "decode/b/1"])
+    choices = [EngineChoice(engine, Why.LOAD, 0) for engine in engines]
+    return Attempt(number, NOW + at, **{**times, "choices": choices, **fields})
 
 
 def sequence(*attempts: Attempt, **fields: Any) -> SequenceRecord:

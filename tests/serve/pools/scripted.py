@@ -95,6 +95,7 @@ class Connections:
         routings: Mapping[str, Routing] | None = None,
         max_wait_s: float = 60.0,
         on_submit: Callable[[ScriptedConnection, Submit], None] = lambda to, submit: None,
+        max_on_decode: int = 0,
     ) -> None:
         self.newest: dict[str, ScriptedConnection] = {}
         self.all: list[ScriptedConnection] = []
@@ -105,6 +106,7 @@ class Connections:
             self._connect,
             numerics_hash=OURS.numerics,
             max_wait_s=max_wait_s,
+            max_on_decode=max_on_decode,
         )
 
     def __getitem__(self, engine_id: str) -> ScriptedConnection:

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.pools.chooser import EXPECTED_OUTPUTS, MAX_QUEUE_TIMES, Chooser, Offer, Routing
+from serve.pools.chooser import (
+    EXPECTED_OUTPUTS,
+    MAX_QUEUE_TIMES,
+    Chooser,
+    Offer,
+    Routing,
+    Why,
+    prefilled_on_decode,
+    seconds_of,
+)
 
 # --- by turns, requests or tokens ---
 
@@ -46,7 +55,7 @@ def test_a_request_goes_to_a_least_loaded_leader(
     running: list[tuple[int, int]] = []
     for what, value in events:
         if what == "come":
-            chosen = chooser.choose(offers, "r", value, 8)
+            chosen = chooser.choose(offers, "r", value, 8).place
             assert load(offers[chosen]) == min(map(load, offers))
             offers[chosen] = added(offers[chosen], 1, value)
             running.append((chosen, value))
@@ -59,7 +68,7 @@ def test_a_request_goes_to_a_least_loaded_leader(
 @pytest.mark.parametrize("routing", BY_LOAD)
 def test_equal_leaders_take_turns_however_soon_requests_end(routing: Routing) -> None:
     chooser, offers = Chooser(routing), idle(3)
-    chosen = [chooser.choose(offers, str(i), 10, 8) for i in range(7)]
+    chosen = [chooser.choose(offers, str(i), 10, 8).place for i in range(7)]
     assert chosen == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -90,7 +99,7 @@ NAMES = st.text(max_size=8)
 
 
 def chosen_of(offers: list[Offer], name: str = "r", num_outputs: int = 0) -> Offer:
-    return offers[Chooser(Routing.COST).choose(offers, name, NUM_TOKENS, num_outputs)]
+    return offers[Chooser(Routing.COST).choose(offers, name, NUM_TOKENS, num_outputs).place]
 
 
 @pytest.mark.feature("P08")
@@ -203,3 +212,127 @@ def test_a_step_that_was_held_up_once_keeps_nobody_idle() -> None:
     held_up = Offer("decode/a/0", token_s={1: 5.0, 4: 0.0016})
     other = Offer("decode/b/0", num_requests=24, token_s={1: 0.010, 4: 0.0016})
     assert chosen_of([held_up, other], num_outputs=100) == held_up
+
+
+# --- why ---
+
+
+@pytest.mark.feature("R19")
+def test_a_choice_says_why_it_was_made() -> None:
+    def why(*offers: Offer, routing: Routing = Routing.COST) -> Why:
+        return Chooser(routing).choose(offers, "r", NUM_TOKENS, 0).why
+
+    empty = Offer("prefill/a/0", uncached_tokens=NUM_TOKENS, token_s={9: 1e-3})
+    other, busy = replace(empty, engine_id="b"), replace(empty, engine_id="c", queued_tokens=4000)
+    cached = replace(empty, engine_id="d", uncached_tokens=100)
+    assert why(cached) == Why.ONLY
+    assert why(empty, other) == Why.EQUAL
+    assert why(empty, other, busy) == Why.LOAD
+    assert why(empty, busy, cached) == Why.PREFIX
+    assert why(empty, replace(cached, queued_tokens=4000)) == Why.LOAD
+    for routing in BY_LOAD:
+        assert why(empty, other, routing=routing) == Why.EQUAL
+    assert why(empty, replace(other, num_requests=1), routing=Routing.LEAST_REQUESTS) == Why.LOAD
+
+
+# --- prompts that are computed where they decode ---
+
+TOKEN_S = {1: 0.010, 9: 1e-4}  # a step of one row, and a prompt
+TRANSFERS = st.floats(0.0, 2.0)
+
+
+def decoding(**fields: int) -> Offer:
+    known = {"num_requests": 0, "uncached_tokens": NUM_TOKENS} | fields
+    return Offer("decode/d/0", token_s=TOKEN_S, num_beside=known["num_requests"], **known)  # type: ignore[arg-type]
+
+
+def prefilling(**fields: int) -> Offer:
+    return Offer(
+        "prefill/p/0",
+        token_s=TOKEN_S,
+        **{"uncached_tokens": NUM_TOKENS} | fields,  # type: ignore[arg-type]
+    )
+
+
+def is_on_decode(
+    prefill: Offer, decode: Offer, transfer_s: float | None, num_outputs: int = 100
+) -> bool:
+    found = prefilled_on_decode(
+        [prefill],
+        [decode],
+        "r",
+        NUM_TOKENS,
+        num_outputs,
+        transfer_s=transfer_s,
+        max_step_tokens=512,
+    )
+    return found is not None
+
+
+@st.composite
+def drawn_pools(draw: st.DrawFn) -> tuple[Offer, Offer]:
+    tokens, queued = st.integers(1, NUM_TOKENS), st.integers(0, 20_000)
+    prefill = prefilling(queued_tokens=draw(queued), uncached_tokens=draw(tokens))
+    decode = decoding(
+        num_requests=draw(st.integers(0, 100)),
+        queued_tokens=draw(queued),
+        uncached_tokens=draw(tokens),
+        used_blocks=draw(st.integers(0, 1000)),
+        missing_blocks=draw(st.integers(0, 100)),
+    )
+    return prefill, decode
+
+
+@pytest.mark.feature("R21")
+@given(drawn_pools(), TRANSFERS)
+def test_a_prompt_runs_where_it_decodes_if_that_costs_less(
+    offers: tuple[Offer, Offer], transfer_s: float
+) -> None:
+    """What both ways cost alike is left out: what is queued there, and the steps after the next."""
+    prefill, decode = offers
+    token_s, step_s = min(TOKEN_S.values()), seconds_of(TOKEN_S, decode.num_requests + 1)
+    assert step_s is not None
+    computed_s = decode.uncached_tokens * token_s
+    there_s = computed_s + decode.num_beside * computed_s + step_s
+    elsewhere_s = (prefill.queued_tokens + prefill.uncached_tokens + 1) * token_s + transfer_s
+    if abs(there_s - elsewhere_s) > 1e-9:
+        assert is_on_decode(prefill, decode, transfer_s) == (there_s < elsewhere_s)
+
+
+@pytest.mark.feature("R21")
+def test_short_prompts_run_on_idle_decode_leaders_and_long_ones_where_nobody_waits_for_them() -> (
+    None
+):
+    transfer_s = 0.03
+    short, long = {"uncached_tokens": 20}, {"uncached_tokens": NUM_TOKENS}
+    assert is_on_decode(prefilling(**short), decoding(**short), transfer_s)
+    assert is_on_decode(prefilling(**long), decoding(**long), transfer_s)  # it disturbs nobody
+    assert is_on_decode(prefilling(**short), decoding(num_requests=4, **short), transfer_s)
+    assert not is_on_decode(prefilling(**long), decoding(num_requests=4, **long), transfer_s)
+    queue = {"queued_tokens": 10_000}  # a second
+    assert is_on_decode(prefilling(**long, **queue), decoding(num_requests=4, **long), transfer_s)
+    # Cached where it decodes, as an answer is that a chat goes on from.
+    assert is_on_decode(prefilling(**long), decoding(num_requests=4, **short), transfer_s)
+
+
+@pytest.mark.feature("R21")
+@given(drawn_pools(), TRANSFERS)
+def test_what_is_not_known_or_not_handed_over_keeps_to_the_prefill_pool(
+    offers: tuple[Offer, Offer], transfer_s: float
+) -> None:
+    assert not is_on_decode(*offers, None)
+    assert not is_on_decode(*offers, transfer_s, num_outputs=1)
+    fields = {"transfer_s": None, "max_step_tokens": 512}
+    prefill, decode = offers
+    assert prefilled_on_decode([prefill], [], "r", NUM_TOKENS, 9, **fields) is None  # type: ignore[arg-type]
+    found = prefilled_on_decode([], [decode], "r", NUM_TOKENS, 9, **fields)  # type: ignore[arg-type]
+    assert found == (0, Why.ON_DECODE)
+
+
+@pytest.mark.feature("R21")
+def test_a_decode_leader_that_has_computed_no_prompts_is_taken_to_be_like_the_others() -> None:
+    """The tokens of its small steps take long."""
+    new = replace(decoding(uncached_tokens=200), token_s={1: 0.010, 4: 0.0016})
+    assert is_on_decode(prefilling(uncached_tokens=200), new, 0.03)
+    slow = replace(new, token_s={**new.token_s, 8: 0.0012})
+    assert not is_on_decode(prefilling(uncached_tokens=200), slow, 0.03)

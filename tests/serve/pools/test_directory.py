@@ -26,14 +26,14 @@ def mailbox_of(request_id: str = "r") -> Mailbox:
 async def submit(connections: Connections, request_id: str, pool: str = "mixed") -> Mailbox:
     """Submit a request to the leader that is chosen; return where its outputs go."""
     stage, mailbox = stage_of(request_id), mailbox_of(request_id)
-    leader = await connections.directory.choose(pool, stage)
+    leader = (await connections.directory.choose(pool, stage)).leader
     leader.submit(stage, mailbox)
     return mailbox
 
 
 async def chosen(connections: Connections, number: int) -> list[str]:
-    leaders = [await connections.directory.choose("mixed", stage_of()) for _ in range(number)]
-    return [leader.report.engine_id for leader in leaders]
+    found = [await connections.directory.choose("mixed", stage_of()) for _ in range(number)]
+    return [each.leader.report.engine_id for each in found]
 
 
 # --- who is chosen ---
@@ -117,7 +117,7 @@ async def test_kv_goes_where_blocks_are_free_and_not_just_taken() -> None:
     taken = []
     for i in range(5):
         stage = Stage(request_of(str(i), [1] * 200), handoff, 16)  # 13 blocks
-        leader = await connections.directory.choose("decode", stage)
+        leader = (await connections.directory.choose("decode", stage)).leader
         leader.submit(stage, mailbox_of(str(i)))
         taken.append(leader.report.replica_id)
     assert taken == ["b"] * 4 + ["a"]
@@ -249,9 +249,8 @@ async def test_who_has_waited_for_a_leader_long_enough_is_told_how_they_are() ->
     wanted = r"found mixed/r/0 epoch=3 stuck, mixed/b/0 epoch=0 lost$"
     with pytest.raises(NoLeader, match=wanted):
         await connections.directory.choose("mixed", stage_of())
-    assert (
-        await connections.directory.choose("decode", stage_of())
-    ).report.engine_id == "decode/r/0"
+    found = await connections.directory.choose("decode", stage_of())
+    assert found.leader.report.engine_id == "decode/r/0"
 
 
 # --- epochs, and leaders that are lost ---
@@ -273,7 +272,7 @@ async def test_a_leader_that_was_rebuilt_is_connected_to_anew_and_its_requests_a
     # What was reported before comes late, and says nothing.
     connections.see(report_of(epoch=1, state="stuck", last_end=""))
     assert connections["mixed/r/0"] is new
-    assert (await connections.directory.choose("mixed", stage_of())).report.epoch == 2
+    assert (await connections.directory.choose("mixed", stage_of())).leader.report.epoch == 2
 
 
 async def test_all_that_a_leader_ran_is_lost_with_its_connection_and_once() -> None:
@@ -372,7 +371,7 @@ async def test_outputs_for_a_mailbox_that_was_let_go_are_dropped() -> None:
 async def test_tokens_of_what_runs_are_counted_as_they_came() -> None:
     connections = Connections({"mixed": Routing.LEAST_TOKENS})
     connections.see(report_of(replica="a"), report_of(replica="b"))
-    leader = await connections.directory.choose("mixed", stage_of())
+    leader = (await connections.directory.choose("mixed", stage_of())).leader
     leader.submit(stage_of("long", [1] * 100), mailbox_of())
     assert await chosen(connections, 3) == ["mixed/b/0"] * 3
     leader.deliver(output_of(0, [5], "stop", "long"))
