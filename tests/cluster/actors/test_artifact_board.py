@@ -193,7 +193,7 @@ async def told(group):
         await asyncio.sleep(0.2)
 
 async def scenario():
-    async with replica_on(0, "on") as first, replica_on(1, "on") as second:
+    async with replica_on(0, "on") as first, replica_on(1, "off") as second:
         both = await asyncio.gather(told(first), told(second))
     shutil.rmtree(ROOTS[1] + "/compile")
     async with replica_on(1, "off") as later:
@@ -210,8 +210,8 @@ cluster.shutdown()
 def test_replicas_on_two_nodes_compile_each_piece_once_and_one_that_comes_later_none(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Both compile while they serve, in processes beside their ranks. The later one's disk is
-    empty, and all that had compiled before it have ended."""
+    """One compiles while it serves, in a process beside its rank, the other before. The later one's
+    disk is empty, and all that had compiled before it have ended."""
     native = Path(os.environ["LOCKSTEP_CACHE_ROOT"]) / "native"
     native.mkdir(mode=0o700, parents=True, exist_ok=True)
     roots = [tmp_path / name for name in ("first", "second")]
