@@ -134,6 +134,8 @@ class Placement:
     strategy: PlacementStrategy = "STRICT_PACK"
     """Of all bundles of a group: tensor-parallel ranks on two nodes would wait for the network in
     every layer."""
+    is_single_node: bool = False
+    """The cluster has no node but one."""
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -31,6 +31,13 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
 
 
+def root_directory(cache_dir: str = "") -> Path:
+    """Return where compiled forwards lie, for the field of a configuration that may name it."""
+    if cache_dir:
+        return Path(cache_dir).expanduser().absolute()
+    return cache_root() / "compile"
+
+
 def cxx() -> str:
     """Return the C++ compiler to look for, as make and torch name it: `g++` by default."""
     return os.environ.get(CXX) or "g++"

@@ -28,11 +28,10 @@ from compile.cache.index import (
     Index,
     nearest_factors,
     read_factors,
-    root_directory,
     shape_text,
 )
 from compile.cache.key import TRACED_FILES, describe, differing
-from compile.config import CompilationConfig
+from compile.environment import root_directory
 from compile.pieces.diagnose import GraphBreakError
 from compile.report import COMPUTATION_GRAPH, DYNAMO_GRAPH, REPORT, TRANSFORMED_CODE, CompileReport
 
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--loader", default=LOADER, help="MODULE:NAME of what starts a model (%(default)s)"
     )
     given = parser.parse_args(arguments)
-    cache = (given.directory or root_directory(CompilationConfig())).absolute()
+    cache = (given.directory or root_directory()).absolute()
     is_model = (cache / "config.json").exists() or not (given.directory or cache.exists())
     if not is_model:
         return _print(cache, given.layer)

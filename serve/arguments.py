@@ -222,6 +222,9 @@ class DeployArgs(EngineArgs, frozen=True):
     with `device=cuda`. A CPU runs a step before its launch returns, so nothing is won there."""
     kv: KVArgs = KVArgs()
     """How KV travels from prefill to decode ranks."""
+    single_node: bool = False
+    """The cluster has one node and is to have no other: ranks listen on its loopback interface
+    alone. What starts once there are more nodes fails."""
     enforce_eager: bool = False
     """Compile and capture nothing."""
     torch_compile_config: TorchCompileConfig | UnsetType | None = UNSET

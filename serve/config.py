@@ -229,6 +229,12 @@ def check_device(config: DeployConfig, num_gpus: float) -> None:
         raise FieldError("device", wanted, "auto")
 
 
+def check_num_nodes(placement: Placement, num_nodes: int) -> None:
+    """Refuse what cannot reach, or be reached by, the rest of its application."""
+    if placement.is_single_node and num_nodes > 1:
+        raise FieldError("single_node", f"false in a cluster of {num_nodes} nodes", True)
+
+
 def offline_pool(raw: Mapping[str, Any]) -> PoolConfig:
     """Resolve the same arguments for one rank group without a server (`LLM`)."""
     args = parse_args(raw, pools="mixed")
@@ -335,6 +341,7 @@ def _placement(args: DeployArgs, device: str) -> Placement:
         accelerator_type=args.accelerator_type,
         label_selector=args.label_selector or {},
         strategy=args.placement_strategy or Placement.strategy,
+        is_single_node=args.single_node,
     )
 
 

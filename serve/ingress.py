@@ -17,10 +17,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from cluster.actors.gcs_store import application_secret
+from cluster.actors.placement import num_nodes
 from cluster.actors.status_board import NAMESPACE, IngressBoard
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials
-from serve.config import DeployConfig, check_device
+from serve.config import DeployConfig, check_device, check_num_nodes
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, StreamBatcher
 from serve.ingress_core import IngressCore
 from serve.openai import endpoint
@@ -53,6 +54,7 @@ class Ingress:
         configure_logs(config.args.log_format)
         _map_large_buffers()
         check_device(config, ray.cluster_resources().get("GPU", 0))
+        check_num_nodes(config.pools[0].placement, num_nodes())
         context = ray_serve.get_replica_context()
         app_name, node = context.app_name, ray.util.get_node_ip_address()
         ingress_id = context.replica_id.unique_id

@@ -46,6 +46,11 @@ def count_ranks(
     return max(1, num)
 
 
+def num_nodes() -> int:
+    """Return how many nodes the cluster has."""
+    return sum(bool(each["Alive"]) for each in ray.nodes())
+
+
 def cores_of_node(node: str) -> int:
     """Return how many cores Ray may use on a node: fewer than there are in a container with a
     limit, or where `ray start` was told so."""

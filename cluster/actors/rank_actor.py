@@ -39,7 +39,6 @@ class RankActor:
         place: RankPlace,
         engine_id: str,
         credentials: Credentials,
-        artifact_board: Any,
         *,
         is_on_one_node: bool,
         is_reached_from_one_node: bool,
@@ -61,7 +60,7 @@ class RankActor:
             num_cores=min(num_cores(), cores_of_node(node)),
             ranks_on_node=ranks_beside(node, first_bundle),
             progress=self._progress.note,
-            exchange=None if artifact_board is None else RayExchange(artifact_board),
+            exchange=RayExchange(config.compilation.cache_dir),
         )
         # Read when torch is loaded, which happens in `load` and not before.
         os.environ["OMP_NUM_THREADS"] = str(self._context.threads)

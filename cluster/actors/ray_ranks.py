@@ -10,7 +10,6 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors.artifact_board import create_artifact_board
 from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
@@ -23,10 +22,8 @@ log = logging.getLogger("lockstep.group")
 
 
 class RayRank:
-    def __init__(self, actor: Any, board: Any) -> None:
+    def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self._board = board
-        """Kept: the group's artifact board ends with its last handle."""
 
     def meet(self) -> Awaitable[CallEnd]:
         return self._call("step", "meet")
@@ -78,7 +75,6 @@ def create_group(
     """Create a group's actors, which wait to be told to load, from bundle `first_bundle` on.
     clients_node: the only node from which anything connects to them, if there is just one."""
     places = places_of(config.parallel, epoch)
-    board = create_artifact_board() if len(places) > 1 else None
     bundles = bundles_by_node(placement_group, first_bundle, len(places))
     nodes = [node for _, node in bundles]
     is_near = len(set(nodes)) == 1 and "" not in nodes
@@ -99,12 +95,11 @@ def create_group(
             place,
             f"{engine_id}/{place.dp_rank}",
             credentials,
-            board,
             is_on_one_node=is_near,
             is_reached_from_one_node=is_alone,
             first_bundle=first_bundle,
         )
         for (bundle, _), place in zip(bundles, places, strict=True)
     ]
-    handles = [RayRank(actor, board) for actor in actors]
+    handles = [RayRank(actor) for actor in actors]
     return RankGroup(config.parallel, handles, watchdog_s=config.watchdog_s, epoch=epoch)

@@ -65,7 +65,7 @@ class RankContext:
     """Of the application, when this one started, itself included."""
     progress: Progress | None = None
     exchange: ArtifactExchange | None = None
-    """Where ranks on other nodes publish what they compile."""
+    """Where ranks that share no disk have from one another what one of them compiles."""
 
     @property
     def threads(self) -> int:

@@ -4,8 +4,10 @@
 
 1. The process builds the rank's model without values and compiles its pieces into the cache, under
    the key and in the directory of the rank. A lock lies on each piece that is being compiled, so
-   processes of other ranks do no work twice. It gets a `CompileJob` on its standard input, reports
-   progress on its standard output in lines of JSON, and ends with its rank: then its input ends.
+   processes of other ranks do no work twice. Those on other nodes do not either: the process claims
+   each piece through its rank. It gets a `CompileJob` on its standard input, and then what it has
+   claimed, in lines of base64. It reports progress, claims and what it publishes on its standard
+   output in lines of JSON, and ends with its rank: then its input ends.
 2. When it has ended, the rank's step thread loads one piece between two steps: all of them at once
    would hold its streams up.
 3. Then the rank's `CompileSwitch` knows, and its next vote says so.
@@ -16,10 +18,12 @@ compiled, the rank ends, and the group's owner ends the start.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -28,6 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +46,8 @@ from cluster.observe.logs import configure_logs
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
 from cluster.rank.forward import StepForward
 from cluster.rank.inputs import StepInputs
-from compile.counters import cache_misses
-from compile.scope import compile_scope
+from compile.counters import cache_misses, counter
+from compile.scope import ArtifactExchange, compile_scope
 from model.parallel import Shard
 from model.weights import blank_model
 
@@ -91,13 +96,24 @@ class CompileProcess:
     `error` says why nothing was compiled, or is empty; `is_final` if every other try would end
     so."""
 
-    def __init__(self, job: CompileJob, on_end: Callable[[], None]) -> None:
-        """`on_end` is called on a thread of its own when compiling has ended."""
+    def __init__(
+        self,
+        job: CompileJob,
+        on_end: Callable[[], None],
+        exchange: ArtifactExchange | None = None,
+    ) -> None:
+        """`on_end` is called on a thread of its own when compiling has ended; `exchange` is used on
+        that thread."""
         self.done, self.total = 0, 1
+        self.built: dict[str, int] = {}
+        """What the process has compiled, by the names of `ModelRunner.debug`, once it has ended."""
         self.has_ended = False
         self.error = ""
         self.is_final = False
         self._on_end = on_end
+        self._exchange = exchange
+        self._claimed: set[str] = set()
+        """What it compiles: nobody else may wait for it in vain."""
         self._is_closing = False
         # What Ray put on this process's path, the other one needs as well.
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -127,10 +143,12 @@ class CompileProcess:
             process.stdin.write(pickle.dumps(job))
             process.stdin.flush()
             for line in process.stdout:
-                reported = self._take(line) or reported
+                reported = self._take(json.loads(line)) or reported
         except (OSError, ValueError) as error:
             reported = str(error)
         code = process.wait()
+        for key in [*self._claimed]:
+            self._publish(key, None)
         process.stdout.close()
         with suppress(OSError):  # of a job that was not taken
             process.stdin.close()
@@ -140,16 +158,35 @@ class CompileProcess:
         if not self._is_closing:
             self._on_end()
 
-    def _take(self, line: bytes) -> str:
-        reported = json.loads(line)
+    def _take(self, reported: dict[str, Any]) -> str:
         if "error" in reported:
             self.is_final = bool(reported["is_final"])
             return str(reported["error"])
         if "misses" in reported:
             cache_misses.update(reported["misses"])
-            return ""
-        self.done, self.total = reported["done"], reported["total"]
+            self.built = reported["built"]
+        elif "claim" in reported:
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._answer(reported["claim"]))
+            self._process.stdin.flush()
+        elif "publish" in reported:
+            data = reported["data"]
+            self._publish(reported["publish"], None if data is None else base64.b64decode(data))
+        else:
+            self.done, self.total = reported["done"], reported["total"]
         return ""
+
+    def _answer(self, key: str) -> bytes:
+        """Return the line that answers a claim; it is empty if the process is to compile."""
+        data = None if self._exchange is None else self._exchange.claim(key)
+        if data is None:
+            self._claimed.add(key)
+        return base64.b64encode(data or b"") + b"\n"
+
+    def _publish(self, key: str, data: bytes | None) -> None:
+        self._claimed.discard(key)
+        if self._exchange is not None:
+            self._exchange.publish(key, data)
 
 
 def _end_of(code: int) -> str:
@@ -162,19 +199,29 @@ class CompileAhead:
     """What a rank does about its compiled pieces while it serves without them. Everything but
     `progress`, `error` and `close` belongs to the step thread."""
 
-    def __init__(self, job: CompileJob, forward: StepForward, wake: Callable[[], None]) -> None:
-        """`wake` wakes the step thread, and is called on any thread."""
+    def __init__(
+        self,
+        job: CompileJob,
+        forward: StepForward,
+        wake: Callable[[], None],
+        exchange: ArtifactExchange | None,
+    ) -> None:
+        """`wake` wakes the step thread, and is called on any thread, as `exchange` is."""
         self.error = ""
         self._num_threads = job.threads
         self._forward = forward
         self._wake = wake
         self._loading: Iterator[None] | None = None
-        self._process = CompileProcess(job, wake)
+        self._process = CompileProcess(job, wake, exchange)
         log.warning(
             "serving without compiled pieces, of which the cache lacks some; process %d compiles "
             "them",
             self._process.pid,
         )
+
+    @property
+    def built(self) -> dict[str, int]:
+        return self._process.built
 
     @property
     def progress(self) -> tuple[str, int, int] | None:
@@ -229,7 +276,8 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     job: CompileJob = pickle.load(sys.stdin.buffer)
     configure_logs(job.config.log_format)
-    threading.Thread(target=_end_with_the_rank, daemon=True).start()
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_end_with_the_rank, args=(answers,), daemon=True).start()
     # What libraries print must not be taken for progress.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -238,27 +286,50 @@ def main() -> int:
         print(json.dumps(reported), file=out, flush=True)
 
     try:
-        compile_for(job, lambda _, done, total: report(done=done, total=total))
+        exchange = RankExchange(report, answers)
+        compile_for(job, lambda _, done, total: report(done=done, total=total), exchange)
     except Exception as error:
         log.exception("compiling for a rank that serves")
         report(error=one_line(error), is_final=as_final(error) is not None)
         return 1
     finally:
-        report(misses=cache_misses)
+        compilations, cpp_builds = counter.num_backend_compilations, counter.num_cpp_builds
+        built = {"compilations": compilations, "cpp_builds": cpp_builds}
+        report(misses=cache_misses, built=built)
     return 0
 
 
-def _end_with_the_rank() -> None:
-    while os.read(0, 1):  # not by sys.stdin, whose lock the end of the process would wait for
-        pass
+class RankExchange:
+    """The rank's `ArtifactExchange`, for the process."""
+
+    def __init__(self, report: Callable[..., None], answers: queue.SimpleQueue[bytes]) -> None:
+        self._report = report
+        self._answers = answers
+
+    def claim(self, key: str) -> bytes | None:
+        self._report(claim=key)
+        return base64.b64decode(self._answers.get()) or None
+
+    def publish(self, key: str, data: bytes | None) -> None:
+        self._report(publish=key, data=None if data is None else base64.b64encode(data).decode())
+
+
+def _end_with_the_rank(answers: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what the rank answers until it ends."""
+    rest = b""
+    # Not by sys.stdin, whose lock the end of the process would wait for.
+    while data := os.read(0, 1 << 20):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            answers.put(line)
     os._exit(1)
 
 
-def compile_for(job: CompileJob, progress: Progress) -> None:
+def compile_for(job: CompileJob, progress: Progress, exchange: ArtifactExchange) -> None:
     config, group, device = job.config, job.group(), torch.device(job.config.device)
     torch.set_num_threads(job.threads)  # part of the cache's key
     pools = graph_pools(config.compilation, device)
-    context = RankContext(config, job.place, progress=progress)
+    context = RankContext(config, job.place, progress=progress, exchange=exchange)
     scope = rank_scope(context, group, pools)
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):

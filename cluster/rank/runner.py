@@ -134,7 +134,7 @@ class ModelRunner:
             self.forward.capture(progress)
         else:
             job = CompileJob.of(context, group)
-            self._ahead = CompileAhead(job, self.forward, wake)
+            self._ahead = CompileAhead(job, self.forward, wake, context.exchange)
         self.switch = self.forward.switch
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
@@ -268,6 +268,7 @@ class ModelRunner:
             "compilations": counter.num_backend_compilations,
             "cpp_builds": counter.num_cpp_builds,
             "triton_builds": counter.num_triton_builds,
+            "compiled_ahead": {} if self._ahead is None else self._ahead.built,
             "loaded": counter.num_compiled_artifacts_loaded,
             "captures": counter.num_cudagraph_captured,
             "late_compilations": counter.num_late_compilations,

@@ -48,9 +48,8 @@ from compile.cache.key import (
     traced_factor,
     traced_names,
 )
-from compile.config import CompilationConfig
 from compile.counters import COLD, cache_misses, counter
-from compile.environment import cache_root, compile_cache_save_format, is_compile_cache_disabled
+from compile.environment import compile_cache_save_format, is_compile_cache_disabled, root_directory
 from compile.machine import PrivateDirectoryError, make_private
 from compile.scope import CompileScope, Shape
 
@@ -161,7 +160,7 @@ class CompileCache:
             raise ValueError(f"prefix: wanted the name of a directory, found {prefix!r}")
         compiler = make_compiler(scope.config)
         factors = key_factors(scope, compiler.name, compiler.compute_hash(scope.config))
-        root = root_directory(scope.config)
+        root = root_directory(scope.config.cache_dir)
         try:
             if traced_files is None:
                 for names in _read_pointer(_pointer(root, factors, prefix)):
@@ -270,12 +269,6 @@ class CompileCache:
             change(self._index)
             self._index.write(path)
         counter.num_cache_entries_updated += 1
-
-
-def root_directory(config: CompilationConfig) -> Path:
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute()
-    return cache_root() / "compile"
 
 
 def shape_text(shape: Shape) -> str:

@@ -10,13 +10,14 @@ import ray
 from ray import serve as ray_serve
 
 from cluster.actors.gcs_store import FailedStart, FailedStarts, application_secret
+from cluster.actors.placement import num_nodes
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import RayRank, create_group
 from cluster.actors.reports import ReplicaReport
 from cluster.actors.status_board import ReplicaBoard
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials, Hashes
-from serve.config import PoolConfig
+from serve.config import PoolConfig, check_num_nodes
 from serve.pools.pool_core import PoolCore
 
 
@@ -27,6 +28,7 @@ class Pool:
     ) -> None:
         context = ray_serve.get_replica_context()
         configure_logs(pool.engine.log_format)
+        check_num_nodes(pool.placement, num_nodes())
         self._pool = pool
         self._replica_id = context.replica_id.unique_id
         self._board = ReplicaBoard(context.app_name)
@@ -55,6 +57,7 @@ class Pool:
     def new_group(self, epoch: int) -> RankGroup:
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "pool: wanted a placement group, found none"
+        here = ray.get_runtime_context().get_node_id()
         return create_group(
             self._pool.engine,
             placement_group,
@@ -62,6 +65,7 @@ class Pool:
             engine_id=f"{self._pool.name}/{self._replica_id}",
             credentials=self._credentials,
             epoch=epoch,
+            clients_node=here if self._pool.placement.is_single_node else "",
         )
 
     async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]:

@@ -29,7 +29,7 @@ from serve.arguments import (
     parse_args,
     split_dashed,
 )
-from serve.config import check_device, deploy_config, offline_pool
+from serve.config import check_device, check_num_nodes, deploy_config, offline_pool
 
 MIXED = {"pools": "mixed"}
 SECTIONS = {
@@ -185,6 +185,16 @@ def test_a_cluster_with_gpus_is_not_served_on_cpus_unasked(
         return
     with pytest.raises(FieldError, match=r"^device: wanted cpu or cuda .*the cluster has 4"):
         check_device(config, num_gpus)
+
+
+def test_an_application_for_one_node_starts_nothing_in_a_cluster_of_two() -> None:
+    """What runs listens where another node could not reach it."""
+    placement = deploy_config({"single_node": True}).pools[0].placement
+    check_num_nodes(placement, 1)
+    check_num_nodes(deploy_config({}).pools[0].placement, 2)
+    wanted = "^single_node: wanted false in a cluster of 2 nodes, found True$"
+    with pytest.raises(FieldError, match=wanted):
+        check_num_nodes(placement, 2)
 
 
 @pytest.mark.feature("R16")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from serve.llm import LLM, SamplingParams, StructuredOutputsParams
+from serve.pools import job_group
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -29,7 +30,7 @@ PARAMS = [
 def start(ray_cluster: Any) -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
-    def make(**size: int) -> LLM:
+    def make(**size: Any) -> LLM:
         made.append(LLM(**OPTIONS, **size))
         return made[-1]
 
@@ -58,6 +59,16 @@ def test_several_ranks_answer_as_one_does(start: Callable[..., LLM], size: dict[
     assert all(inbox.startswith("tcp://127.0.0.1:") for inbox in group._core.group.inboxes)
     wanted = answers(LLM(**OPTIONS))
     assert answers(llm) == wanted
+
+
+@pytest.mark.feature("R05")
+def test_ranks_that_ray_cannot_place_end_the_start(
+    start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_group, "PLACEMENT_TIMEOUT_S", 2.0)
+    wanted = r"^ranks: wanted .*CPU.* by STRICT_PACK in 2 s, found free .*CPU"
+    with pytest.raises(job_group.NotPlaced, match=wanted):
+        start(tensor_parallel_size=2, label_selector={"zone": "nowhere"})
 
 
 @pytest.mark.feature("P14", "R05")

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +21,44 @@ pytestmark = pytest.mark.ray
 NUM_PIECES = 3
 
 
-def config(oracle: Any, **compilation: Any) -> EngineConfig:
-    from local_ranks import config_of  # which Ray's workers, that import this file, do not find
+class Node:
+    """An actor on a node of its own, in that its disk is."""
 
-    return config_of(oracle.path, level=3, cudagraph_mode="NONE", **compilation)
+    def __init__(self, shared: str) -> None:
+        from cluster.actors.artifact_board import RayExchange
+
+        self._exchange = RayExchange(shared)
+
+    def heartbeat(self) -> None:
+        pass
+
+    def start(self, engine: EngineConfig) -> dict[str, Any]:
+        from cluster.group.context import RankContext
+        from cluster.rank.runner import ModelRunner
+
+        return ModelRunner(RankContext(engine, exchange=self._exchange)).debug()
+
+    def claim(self, key: str) -> bytes | None:
+        return self._exchange.claim(key)
+
+    def publish(self, key: str, data: bytes | None) -> None:
+        self._exchange.publish(key, data)
 
 
-def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
-    """Start a rank as a node of its own would: on an empty disk."""
-    from cluster.actors.artifact_board import RayExchange
-    from cluster.group.context import RankContext
-    from cluster.rank.runner import ModelRunner
+@pytest.fixture
+def make_node(ray_cluster: Any) -> Iterator[Callable[[Path], Any]]:
+    import ray
 
-    return ModelRunner(RankContext(engine, exchange=RayExchange(board))).debug()
+    made: list[Any] = []
+
+    def make(shared: Path) -> Any:
+        remote = ray.remote(num_cpus=1, concurrency_groups={"ctl": 1})(Node)
+        made.append(remote.remote(str(shared)))
+        return made[-1]
+
+    yield make
+    for node in made:
+        ray.kill(node)
 
 
 @pytest.mark.feature("P12")
@@ -41,7 +71,7 @@ def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
     ],
 )
 def test_nodes_fetch_what_one_of_them_compiles(
-    ray_cluster: Any,
+    make_node: Callable[[Path], Any],
     oracle: Any,
     tmp_path: Path,
     compiler: str,
@@ -49,77 +79,148 @@ def test_nodes_fetch_what_one_of_them_compiles(
     num_compilations: int,
 ) -> None:
     import ray
+    from local_ranks import config_of  # which Ray's workers, that import this file, do not find
 
-    from cluster.actors.artifact_board import create_artifact_board
-
-    engine = config(oracle, compiler=compiler, share_artifacts=is_shared)
-    board = create_artifact_board()
-    remote = ray.remote(num_cpus=1, max_calls=1)(start)  # each in a process of its own
-    disks = [str(tmp_path / name) for name in ("first", "second")]
-    nodes = [
-        replace(engine, compilation=replace(engine.compilation, cache_dir=disk)) for disk in disks
+    compilation = {"compiler": compiler, "share_artifacts": is_shared, "cudagraph_mode": "NONE"}
+    engine = config_of(oracle.path, level=3, **compilation)
+    disks = [
+        replace(engine, compilation=replace(engine.compilation, cache_dir=str(tmp_path / name)))
+        for name in ("first", "second")
     ]
-    told = ray.get([remote.remote(node, board) for node in nodes], timeout=600)
+    nodes = [make_node(tmp_path / "shared") for _ in disks]
+    told = ray.get([node.start.remote(disk) for node, disk in zip(nodes, disks, strict=True)])
     assert sum(rank["compilations"] for rank in told) == num_compilations
     assert sum(rank["loaded"] for rank in told) == 2 * NUM_PIECES - num_compilations
     # Each has all artifacts on its own disk: its next start asks nobody.
-    for again in ray.get([remote.remote(node, None) for node in nodes], timeout=600):
-        assert (again["compilations"], again["cpp_builds"]) == (0, 0)
-        assert again["loaded"] == NUM_PIECES
-    ray.kill(board)
+    nodes = [make_node(tmp_path / "another") for _ in disks]
+    again = ray.get([node.start.remote(disk) for node, disk in zip(nodes, disks, strict=True)])
+    for rank in again:
+        assert (rank["compilations"], rank["cpp_builds"]) == (0, 0)
+        assert rank["loaded"] == NUM_PIECES
 
 
-def test_a_claim_ends_with_what_was_published_or_with_nothing(ray_cluster: Any) -> None:
+@pytest.mark.feature("P12")
+def test_a_claim_outlives_who_compiles_and_what_was_published_all_of_them(
+    make_node: Callable[[Path], Any], tmp_path: Path
+) -> None:
     import ray
 
-    from cluster.actors.artifact_board import RayExchange, create_artifact_board
+    first, second, third = (make_node(tmp_path) for _ in range(3))
+    assert ray.get(first.claim.remote("a")) is None  # and so it has made the board
+    ray.get(first.publish.remote("a", b"machine code"))
+    assert ray.get(second.claim.remote("a")) == b"machine code"
+    assert ray.get(second.claim.remote("b")) is None
+    waiting = third.claim.remote("b")
+    ray.get(second.publish.remote("b", None))  # its compiler failed: who waits compiles as well
+    assert ray.get(waiting) is None
+    # Of those who wait for one that dies, one compiles, and the other goes on waiting.
+    assert ray.get(second.claim.remote("c")) is None
+    waiting = {node.claim.remote("c"): node for node in (first, third)}
+    assert not ray.wait([*waiting], timeout=3)[0]
+    ray.kill(second)
+    [told], [other] = ray.wait([*waiting], timeout=60)
+    assert ray.get(told) is None
+    assert not ray.wait([other], timeout=3)[0]
+    ray.get(waiting[told].publish.remote("c", b"more code"))
+    assert ray.get(other) == b"more code"
+    ray.kill(first)
+    assert ray.get(third.claim.remote("a")) == b"machine code"
 
-    board = create_artifact_board()
-    first, second = RayExchange(board), RayExchange(board)
-    assert first.claim("a") is None
-    first.publish("a", b"machine code")
-    assert second.claim("a") == b"machine code"
-    assert second.claim("b") is None
-    waiting = ray.remote(lambda board: RayExchange(board).claim("b")).remote(board)
-    second.publish("b", None)  # its compiler failed: who waits compiles for itself
-    assert ray.get(waiting, timeout=60) is None
-    ray.kill(board)
-    assert first.claim("c") is None  # nobody to ask
 
-
-def test_the_board_tells_one_asker_to_compile() -> None:
+def test_what_the_disk_refuses_ends_its_claim_all_the_same(tmp_path: Path) -> None:
+    """Whoever waits for it compiles too, instead of waiting until its time is over."""
     from cluster.actors.artifact_board import ArtifactBoard
 
+    (tmp_path / "file").touch()
+
     async def scenario() -> list[Any]:
-        board = ArtifactBoard()
-        asked = [asyncio.create_task(board.claim("a")) for _ in range(4)]
+        board = ArtifactBoard(str(tmp_path / "file"))
+        asked = [asyncio.create_task(board.claim("a", None)) for _ in range(4)]
         await asyncio.sleep(0)
-        board.publish("a", ["reference"])
-        board.publish("a", ["another"])  # too late: some have the first
+        assert [each.done() for each in asked] == [True, False, False, False]
+        await board.publish("a", b"artifact")
         return await asyncio.gather(*asked)
 
-    assert asyncio.run(scenario()) == [None, *[["reference"]] * 3]
+    assert asyncio.run(scenario()) == [None] * 4
 
 
-def test_an_artifact_that_cannot_be_put_ends_its_claim_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+SCRIPT = """
+import asyncio, json, shutil, sys
+from contextlib import asynccontextmanager
+import ray
+from ray.cluster_utils import Cluster
+from cluster.actors.ray_ranks import create_group
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.wire.credentials import Credentials
+from compile.config import CompilationConfig
+
+MODEL, *ROOTS = sys.argv[1:]
+cluster = Cluster()
+for i, root in enumerate(ROOTS):
+    options = dict(num_cpus=1, resources={f"node{i}": 1}, object_store_memory=100 * 2**20)
+    cluster.add_node(**options, env_vars={"LOCKSTEP_CACHE_ROOT": root})
+ray.init(cluster.address, log_to_driver=False)
+
+@asynccontextmanager
+async def replica_on(node, serve_while_compiling):
+    engine = EngineConfig(
+        MODEL, 64, cache=CacheConfig(4, 40), scheduler=SchedulerConfig(4, 32),
+        compilation=CompilationConfig(
+            level=3, use_inductor=False, cudagraph_mode="NONE",
+            serve_while_compiling=serve_while_compiling,
+        ),
+    )
+    placement = ray.util.placement_group([{"CPU": 0.4, f"node{node}": 0.4}])
+    assert placement.wait(60)
+    credentials = Credentials("test", b"s" * 32)
+    group = create_group(
+        engine, placement, first_bundle=0, engine_id=f"mixed/{node}", credentials=credentials
+    )
+    try:
+        await group.start()
+        yield group
+    finally:
+        group.kill()
+        ray.util.remove_placement_group(placement)
+
+async def told(group):
+    while True:
+        rank = await group.handles[0].actor.debug.options(concurrency_group="ctl").remote()
+        if rank["loaded"] or rank["compilations"]:
+            names = ("compilations", "cpp_builds")
+            ahead = rank["compiled_ahead"]
+            return [rank[name] + ahead.get(name, 0) for name in names], rank["loaded"]
+        await asyncio.sleep(0.2)
+
+async def scenario():
+    async with replica_on(0, "on") as first, replica_on(1, "off") as second:
+        both = await asyncio.gather(told(first), told(second))
+    shutil.rmtree(ROOTS[1] + "/compile")
+    async with replica_on(1, "off") as later:
+        return [*both, await told(later)]
+
+print(json.dumps(asyncio.run(scenario())))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.feature("P12")
+def test_replicas_on_two_nodes_compile_each_piece_once_and_one_that_comes_later_none(
+    tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Whoever waits for it compiles too, instead of waiting until its time is over."""
-    import ray
-
-    from cluster.actors.artifact_board import RayExchange
-
-    told: list[tuple[str, list[Any]]] = []
-
-    class Board:
-        class publish:
-            @staticmethod
-            def remote(key: str, references: list[Any]) -> None:
-                told.append((key, references))
-
-    def put(data: bytes) -> Any:
-        raise ray.exceptions.ObjectStoreFullError("full")
-
-    monkeypatch.setattr(ray, "put", put)
-    RayExchange(Board).publish("key", b"artifact")
-    assert told == [("key", [])]
+    """One compiles while it serves, in a process beside its rank, the other before. The later one's
+    disk is empty, and all that had compiled before it have ended."""
+    native = Path(os.environ["LOCKSTEP_CACHE_ROOT"]) / "native"
+    native.mkdir(mode=0o700, parents=True, exist_ok=True)
+    roots = [tmp_path / name for name in ("first", "second")]
+    for root in roots:
+        root.mkdir()
+        (root / "native").symlink_to(native)  # kernels, which each machine builds for itself
+    command = [sys.executable, "-c", SCRIPT, str(tiny_checkpoint), *map(str, roots)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    *both, later = json.loads(ended.stdout.splitlines()[-1])
+    assert sum(compilations for (compilations, _), _ in both) == NUM_PIECES, both
+    assert later == [[0, 0], NUM_PIECES]

@@ -110,6 +110,16 @@ def test_replicas_of_another_deployment_are_outdated() -> None:
     assert seen(None) == ("ready", ["ready"] * 4)
 
 
+def test_a_pool_is_ready_while_one_of_its_replicas_is() -> None:
+    """Whatever another does: a pool that grows or rebuilds a group goes on serving."""
+    board = StatusBoard(["mixed"])
+    for replica, state in enumerate(["loading", "ready", "restarting", "draining"]):
+        board.push(ReplicaReport("mixed", str(replica), state, GroupReport([], [])))
+    assert board.snapshot()["status"] == "ready"
+    board.remove("mixed", "1")
+    assert board.snapshot()["status"] == "loading"
+
+
 def test_ingresses_hear_of_the_leaders_of_all_deployments_with_what_each_has_to_do() -> None:
     """Which of them are theirs they see by the hash; a replica that is removed is gone at once."""
     board = StatusBoard(["mixed"])

@@ -16,8 +16,7 @@ import pytest
 
 from compile import environment
 from compile.cache.artifacts import read_checked, write_checked
-from compile.cache.index import INDEX, CompileCache, Index, root_directory
-from compile.config import CompilationConfig
+from compile.cache.index import INDEX, CompileCache, Index
 
 
 def _load_toy() -> Any:
@@ -71,12 +70,10 @@ def test_the_root_is_the_field_else_below_the_cache_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(environment.CACHE_ROOT, str(tmp_path / "environment"))
-    assert root_directory(CompilationConfig()) == tmp_path / "environment" / "compile"
+    assert environment.root_directory() == tmp_path / "environment" / "compile"
     toy.start(toy.scope(""))
     assert files(tmp_path / "environment" / "compile")
-    assert (
-        root_directory(CompilationConfig(cache_dir=str(tmp_path / "field"))) == tmp_path / "field"
-    )
+    assert environment.root_directory(str(tmp_path / "field")) == tmp_path / "field"
 
 
 @pytest.mark.feature("G10")
