@@ -126,8 +126,6 @@ class SimReplica:
 async def replace(world: World, old: list[SimReplica], fault: Fault) -> None:
     """Stop replicas of a pool, with as many others that start before, after them, or not at all."""
     shapes = [replica.shape for replica in old]
-    for replica in old:
-        replica.is_replaced = True
     if fault.successor == "before":
         await asyncio.gather(*map(world.start_replica, shapes))
     await asyncio.gather(*(_stop(world, replica, fault) for replica in old))

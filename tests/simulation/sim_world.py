@@ -428,6 +428,8 @@ class World:
     def replace(self, replicas: list[SimReplica], fault: Fault) -> None:
         running = [replica for replica in replicas if replica.core.state != "loading"]
         if old := [replica for replica in running if not replica.is_replaced]:
+            for replica in old:  # at once: another drain may strike before the task begins
+                replica.is_replaced = True
             self._serving.append(self._spawn(replace(self, old, fault)))
 
     def on_trouble(self, until: float) -> None:
