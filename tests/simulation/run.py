@@ -78,6 +78,7 @@ class Tally:
         beside = "beside" if schedule.has_device else "in"
         loop = "overlapped" if schedule.is_overlapped else "plain"
         names.append(f"steps: {loop}, {beside} the host")
+        names += [f"scaled: {way}" for way in sorted(outcome.scaled)]
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: refusals"] * bool(outcome.num_refused)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from sim_group import SimGroup, SimHandle
 from sim_ingress import SimConnection, SimInbox, SimOutputSender
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
+from sim_replica import SimReplica
+from sim_schedule import MAX_MODEL_LEN
+from sim_serve import GRACE_S, SimServe
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
@@ -46,8 +50,9 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from serve.pools.directory import Directory, Leader
+from serve.pools.directory import Directory, Leader, Stage
 from serve.pools.pool_core import PoolCore
+from serve.pools.scaling import Meter, Signals
 
 BUGS: dict[str, Plants] = {}
 
@@ -266,6 +271,12 @@ class _TakesLossesForMoves(SimConnection):
         super().deliver(output)
 
 
+@planted("connection", "a heartbeat that nobody misses")
+class _MissesNoHeartbeat(SimConnection):
+    def on_silence(self, until: float) -> None:
+        """Wait for whatever else ends it."""
+
+
 @planted("output_sender", "outputs for an ingress that is gone")
 class _RunsForNobody(SimOutputSender):
     def send(self, outputs: list[EngineOutput]) -> list[str]:
@@ -277,6 +288,16 @@ class _RunsForNobody(SimOutputSender):
 class _UsesStaleEntries(Directory):
     def _able(self, pool: str) -> list[Leader]:
         return [each for each in self._leaders.values() if each.report.pool == pool]
+
+
+@planted("directory", "a bound on queues that is removed")
+class _BoundsNoQueue(Directory):
+    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
+        offers = [leader.offer(stage) for leader in leaders]
+        i = self._choosers[pool].choose(
+            offers, stage.request.request_id, MAX_MODEL_LEN**2, stage.max_outputs
+        )
+        return leaders[i]
 
 
 @planted("directory", "a leader chosen that drains")
@@ -319,6 +340,31 @@ class _LetsAllLeave(Directory):
 class _WakesNobody(Directory):
     def _wake(self) -> None:
         """Let them wait."""
+
+
+@planted("directory", "engines of another model that are taken for one's own")
+class _TakesAllForItsOwn(Directory):
+    def see(self, reports: Iterable[LeaderReport]) -> None:
+        super().see([replace(each, config_hash=self._config_hash) for each in reports])
+
+
+@planted("directory", "a successor of another model that nobody expects")
+class _WaitsForItsOwn(Directory):
+    def _have_others(self) -> bool:
+        return False
+
+
+@planted("meter", "a replica that drains counted as ready")
+class _CountsWhoDrains(Meter):
+    def see(self, told: Mapping[str, Any], now: float) -> Signals:
+        told = {**told, "replicas": dict.fromkeys(told["replicas"], "ready")}
+        return super().see(told, now)
+
+
+@planted("serve", "a victim of scaling that is not drained")
+class _KillsItsVictims(SimServe):
+    async def stop_replica(self, replica: SimReplica, grace_s: float) -> None:
+        await super().stop_replica(replica, 0.0 if grace_s == GRACE_S else grace_s)
 
 
 @planted("pool_core", "a drain that nobody hears of")

@@ -89,16 +89,18 @@ class SimHandle:
 
     def _figures(self, prefixes_since: int | None) -> tuple[RankStats, None, Counts]:
         rank = self._rank
-        load, prefixes = SchedulerStats(), None
+        load, prefixes, counts = SchedulerStats(), None, Counts()
         if isinstance(rank, SimLeader):
             load = rank.scheduler.stats()
+            if self._group.schedule.scaling is not None:
+                counts = rank.counts()
             if prefixes_since is not None:
                 prefixes = rank.prefix_feed.since(prefixes_since)
         state = "ready" if rank.is_running else "loading"
         place = self._group.places[rank.index]
         token_s = rank.step_stats.token_s()
         stats = RankStats(place, rank.index, "node", state, 0, load, token_s, prefixes)
-        return stats, None, {}
+        return stats, None, counts
 
     def stop(self) -> None:
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"
@@ -351,9 +353,11 @@ class SimGroup(RankGroup):
                 leader.unreachable_until = self.loop.now + fault.duration_s
                 self._silence(leader, fault.duration_s)
             case "drain":
-                self.world.replace([self.replica], fault)
+                self.world.serve.drain([self.replica], fault)
             case "drain all":
-                self.world.replace(self.world.replicas_of(self.pool), fault)
+                self.world.serve.drain(self.world.replicas_of(self.pool), fault)
+            case "rollout" | "rollout of other weights":
+                self.world.serve.roll_out(fault)
             case _:
                 self.world.board.strike(fault)
                 for replica in self.world.replicas:
