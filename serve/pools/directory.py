@@ -389,11 +389,20 @@ class Directory:
     async def choose(self, pool: str, stage: Stage) -> Leader:
         """Return the leader of a pool that gets a request next; NoLeader if none could take it in
         time. Requests that wait go in the order in which they came."""
+        return self._chosen(pool, await self._wait_for(pool), stage)
+
+    async def wait(self) -> None:
+        """Return once every pool has a leader that could take a request; NoLeader if one has none
+        in time."""
+        for pool in self._choosers:
+            await self._wait_for(pool)
+
+    async def _wait_for(self, pool: str) -> list[Leader]:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
                 while True:
                     if leaders := self._able(pool):
-                        return self._chosen(pool, leaders, stage)
+                        return leaders
                     await self._changed.wait()
         raise NoLeader(
             f"{pool} pool: wanted an engine that takes requests within {self._max_wait_s:g} s, "

@@ -16,9 +16,7 @@ import msgspec
 from sim_group import SimGroup, SimHandle
 from sim_ingress import SimConnection, SimInbox, SimOutputSender
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
-from sim_replica import SimReplica
 from sim_schedule import MAX_MODEL_LEN
-from sim_serve import GRACE_S, SimServe
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
@@ -359,12 +357,6 @@ class _CountsWhoDrains(Meter):
     def see(self, told: Mapping[str, Any], now: float) -> Signals:
         told = {**told, "replicas": dict.fromkeys(told["replicas"], "ready")}
         return super().see(told, now)
-
-
-@planted("serve", "a victim of scaling that is not drained")
-class _KillsItsVictims(SimServe):
-    async def stop_replica(self, replica: SimReplica, grace_s: float) -> None:
-        await super().stop_replica(replica, 0.0 if grace_s == GRACE_S else grace_s)
 
 
 @planted("pool_core", "a drain that nobody hears of")

@@ -240,9 +240,17 @@ def draw_schedule(seed: int) -> Schedule:
         has_device=rng.random() < 0.6,
         step_s=rng.choice((0.0, 0.03, 0.1, 0.1) if has_drains else (0.0, 0.0, 0.0, 0.03)),
     )
+    schedule = _with_time_to_read(schedule)
     if has_drains:
         return _with_rollout(rng, schedule) if rng.random() < 0.3 else schedule
     return _with_scaling(rng, schedule) if rng.random() < 0.1 else schedule
+
+
+def _with_time_to_read(schedule: Schedule) -> Schedule:
+    """Let no lease end by long steps alone: a read begins some steps after its handoff."""
+    if schedule.step_s and schedule.step_s + 2 * schedule.kv_delay_s > 0.05:
+        return replace(schedule, lease_s=3.0)
+    return schedule
 
 
 def _with_rollout(rng: random.Random, schedule: Schedule) -> Schedule:
@@ -274,7 +282,7 @@ def _with_scaling(rng: random.Random, schedule: Schedule) -> Schedule:
             arrival = draw_arrival(rng, len(arrivals), 8, has_aborts=True, is_long=True)
             arrivals.append(replace(arrival, at=at + 0.1 * rng.random()))
         at += rng.choice((0.5, 2.0, 4.0))
-    return replace(
+    scaled = replace(
         schedule,
         groups=groups,
         arrivals=arrivals,
@@ -283,6 +291,7 @@ def _with_scaling(rng: random.Random, schedule: Schedule) -> Schedule:
         # Whoever waits for a replica may do so for as long as one starts.
         max_wait_s=30.0,
     )
+    return _with_time_to_read(scaled)
 
 
 def _draw_groups(rng: random.Random) -> list[Shape]:

@@ -147,7 +147,6 @@ class Plants:
     pool_core: Any = PoolCore
     router: Any = Router
     meter: Any = Meter
-    serve: Any = SimServe
 
 
 @dataclass
@@ -207,7 +206,7 @@ class World:
         """By what a leader calls the ingress."""
         self.ingress: SimIngress
         """To which clients come."""
-        self.serve: SimServe = plants.serve(self)
+        self.serve = SimServe(self)
         self.replicas: list[SimReplica] = []
         """All that are not stopped yet."""
         self._groups: dict[tuple[str, int, int], SimGroup] = {}
@@ -493,8 +492,11 @@ class World:
             way.clear()
             self._moved.pop(request_id, None)
         elif not self.has_room(connection):
-            self._moved.pop(request_id, None)
             self._crowded.add(way[-1].rank.group.replica)
+        if not self.has_room(connection):
+            for each in self.connections_to(connection.rank):
+                for crowded in each.directory_leader._running:
+                    self._moved.pop(_request_of(crowded), None)
         way.append(connection)
         self._attempts[request_id] = attempt
         self._progress_at[request_id] = self.loop.now
@@ -565,12 +567,14 @@ class World:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
         # One that is cut ends with the next frame, and one that drained when it lets go of what
-        # nobody could ask for: a read waits till then.
-        was_lost = self._calls_lost_until > 0.0
+        # nobody could ask for, or had room for: a read waits till then.
+        was_lost, crowded = self._calls_lost_until > 0.0, self._crowded
         at_ease = (
             each
             for each in way
-            if each.is_cut or (was_lost and each.rank.group.replica.drains_from < inf)
+            if each.is_cut
+            or each.rank.group.replica in crowded
+            or (was_lost and each.rank.group.replica.drains_from < inf)
         )
         times += [each.ended_at for each in at_ease if each.ended_at < inf]
         return max(times, default=0.0)
