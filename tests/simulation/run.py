@@ -130,7 +130,8 @@ class Tally:
 
 def schedules_until_found(plants: Plants) -> str:
     for i in range(MAX_UNTIL_FOUND):
-        finding = run_schedule(draw_schedule(i), plants).finding
+        schedule = draw_schedule(i)
+        finding = run_schedule(schedule, plants).finding if plants.is_met(schedule) else None
         if finding is not None:
             return f"{i + 1:5} {finding.kind}"
     return f"{MAX_UNTIL_FOUND:5} and not found"

@@ -16,7 +16,7 @@ import msgspec
 from sim_group import SimGroup, SimHandle
 from sim_ingress import SimConnection, SimInbox, SimOutputSender
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
-from sim_schedule import MAX_MODEL_LEN
+from sim_schedule import MAX_MODEL_LEN, NEW_WEIGHTS, Schedule
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
@@ -55,11 +55,27 @@ from serve.pools.scaling import Meter, Signals
 BUGS: dict[str, Plants] = {}
 
 
-def planted(part: str, name: str) -> Callable[[type], type]:
-    """Let the bug of this name be a simulation with the class in place of a part."""
+def is_scaled(schedule: Schedule) -> bool:
+    return schedule.scaling is not None
+
+
+def is_rolled_out(schedule: Schedule) -> bool:
+    return any(fault.kind == NEW_WEIGHTS for fault in schedule.faults)
+
+
+def is_by_cost(schedule: Schedule) -> bool:
+    return schedule.routing == "cost"
+
+
+def planted(
+    part: str, name: str, is_met: Callable[[Schedule], bool] = Plants.is_met
+) -> Callable[[type], type]:
+    """Let the bug of this name be a simulation with the class in place of a part; `is_met`: whether
+    a schedule can show it."""
 
     def plant(made: type) -> type:
         plants = Plants()
+        plants.is_met = is_met
         setattr(plants, part, made)
         BUGS[name] = plants
         return made
@@ -288,7 +304,7 @@ class _UsesStaleEntries(Directory):
         return [each for each in self._leaders.values() if each.report.pool == pool]
 
 
-@planted("directory", "a bound on queues that is removed")
+@planted("directory", "a bound on queues that is removed", is_by_cost)
 class _BoundsNoQueue(Directory):
     def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
         offers = [leader.offer(stage) for leader in leaders]
@@ -340,19 +356,19 @@ class _WakesNobody(Directory):
         """Let them wait."""
 
 
-@planted("directory", "engines of another model that are taken for one's own")
+@planted("directory", "engines of other weights taken for one's own", is_rolled_out)
 class _TakesAllForItsOwn(Directory):
     def see(self, reports: Iterable[LeaderReport]) -> None:
         super().see([replace(each, config_hash=self._config_hash) for each in reports])
 
 
-@planted("directory", "a successor of another model that nobody expects")
-class _WaitsForItsOwn(Directory):
+@planted("directory", "a successor that takes over too early", is_rolled_out)
+class _ExpectsNobody(Directory):
     def _have_others(self) -> bool:
         return False
 
 
-@planted("meter", "a replica that drains counted as ready")
+@planted("meter", "a replica that drains counted as ready", is_scaled)
 class _CountsWhoDrains(Meter):
     def see(self, told: Mapping[str, Any], now: float) -> Signals:
         told = {**told, "replicas": dict.fromkeys(told["replicas"], "ready")}

@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sim_ingress import SimIngress
+from sim_ingress import LEARN_S, SimIngress
 from sim_loop import Violation
 from sim_replica import SimReplica
 from sim_schedule import NEW_WEIGHTS, Fault, Scaling, Shape
@@ -94,7 +94,18 @@ class SimServe:
         ingress = SimIngress(world, weights)
         await ingress.start()
         old, world.ingress = world.ingress, ingress
+        self._check_successor(old, ingress)
         await old.end()
+
+    def _check_successor(self, old: SimIngress, new: SimIngress) -> None:
+        """Assert that no ingress takes over while engines of the old weights alone serve."""
+        world = self._world
+        if old.weights == new.weights or world.board.trouble_until + LEARN_S > world.loop.now:
+            return
+        pools = [shape.pool for shape in world.schedule.groups]
+        since = max(world.healthy_from(pool, old.weights) for pool in pools)
+        if since + LEARN_S < world.loop.now and not all(map(new.directory._able, pools)):
+            raise Violation("replaced too early", f"by weights {new.weights}")
 
     # --- pools that are scaled --------------------------------------------------------------------
 

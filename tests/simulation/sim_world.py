@@ -147,6 +147,8 @@ class Plants:
     pool_core: Any = PoolCore
     router: Any = Router
     meter: Any = Meter
+    is_met: Callable[[Schedule], bool] = staticmethod(lambda schedule: True)
+    """Whether a schedule comes to that place at all."""
 
 
 @dataclass
@@ -341,7 +343,7 @@ class World:
         except NoLeader as error:
             self.outcome.num_refused += 1
             pool, *_ = str(error).split()
-            if self._healthy_from(pool, ingress.weights) <= self.loop.now - MAX_PAUSE_S:
+            if self.healthy_from(pool, ingress.weights) <= self.loop.now - MAX_PAUSE_S:
                 raise Violation("given up", f"{arrival.request_id}: {error}") from error
         finally:
             ingress.num_clients -= 1
@@ -437,7 +439,7 @@ class World:
 
     def on_drained(self, replica: SimReplica) -> None:
         """Assert that a replica did not drain for long once there was another one."""
-        since = max(replica.drains_from, self._healthy_from(*replica.kind))
+        since = max(replica.drains_from, self.healthy_from(*replica.kind))
         if replica in self._crowded or not self._is_quiet(since) or since == inf:
             return
         took_s = max(0.0, self.loop.now - since)
@@ -480,7 +482,7 @@ class World:
         way = self._ways.setdefault(request_id, [])
         self._check_attempt(attempt, way)
         late_from = max(self._progress_at[request_id], self._lost_by(way))
-        pause_s = max(0.0, self.loop.now - max(late_from, self._healthy_from(*replica.kind)))
+        pause_s = max(0.0, self.loop.now - max(late_from, self.healthy_from(*replica.kind)))
         if self._num_deaths[request_id] >= SHARED_DEATHS:
             pause_s = 0.0  # it may have waited for another one's trial
         self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, pause_s)
@@ -537,7 +539,7 @@ class World:
         comes to the ingress that is replaced."""
         others = {each.pool for each in self.replicas if each.shape.weights > replica.shape.weights}
         pools = {shape.pool for shape in self.schedule.groups}
-        return others == pools and self._healthy_from(*replica.kind) == inf
+        return others == pools and self.healthy_from(*replica.kind) == inf
 
     def must_know(self, replica: SimReplica, late_s: float = 0.0) -> bool:
         """Return whether an ingress must have heard that a replica drains, so long ago."""
@@ -558,7 +560,7 @@ class World:
     def on_token(self, connection: SimConnection, output: EngineOutput) -> None:
         """A request has a token where it stays."""
         replica = connection.rank.group.replica
-        since = max(replica.drains_from, replica.troubled_until, self._healthy_from(*replica.kind))
+        since = max(replica.drains_from, replica.troubled_until, self.healthy_from(*replica.kind))
         late_s = STATS_TIMEOUT_S if replica.group.struck else 0.0
         if self.must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S + late_s:
             raise Violation("stays", f"{output.request_id} at {connection.rank.name}")
@@ -595,13 +597,13 @@ class World:
             holder = self._ways[request_id][-2]
             self.outcome.num_lost_moves += holder.rank.group.pool == pool
             late_from = max(holder.ended_at, self._progress_at[request_id])
-            healthy_from = self._healthy_from(*holder.rank.group.replica.kind)
+            healthy_from = self.healthy_from(*holder.rank.group.replica.kind)
             if self.loop.now - max(late_from, healthy_from) > MAX_PAUSE_S:
                 text = f"{output.request_id}: {self.loop.now - late_from:.2f} s: {output.error}"
                 raise Violation("waits for lost KV", text)
         self._progress_at[request_id] = self.loop.now
 
-    def _healthy_from(self, pool: str, weights: int) -> float:
+    def healthy_from(self, pool: str, weights: int) -> float:
         """Return since when a replica has been healthy."""
         found = [each.healthy_from for each in self.replicas if each.kind == (pool, weights)]
         return min(found, default=inf)
