@@ -308,8 +308,9 @@ class _UsesStaleEntries(Directory):
 class _BoundsNoQueue(Directory):
     def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
         offers = [leader.offer(stage) for leader in leaders]
+        num_outputs = 0 if pool == "prefill" else stage.max_outputs
         i = self._choosers[pool].choose(
-            offers, stage.request.request_id, MAX_MODEL_LEN**2, stage.max_outputs
+            offers, stage.request.request_id, MAX_MODEL_LEN**2, num_outputs
         )
         return leaders[i]
 
@@ -368,11 +369,11 @@ class _ExpectsNobody(Directory):
         return False
 
 
-@planted("meter", "a replica that drains counted as ready", is_scaled)
-class _CountsWhoDrains(Meter):
+@planted("meter", "a replica that drains counted as gone", is_scaled)
+class _ForgetsWhoDrains(Meter):
     def see(self, told: Mapping[str, Any], now: float) -> Signals:
-        told = {**told, "replicas": dict.fromkeys(told["replicas"], "ready")}
-        return super().see(told, now)
+        left = {name: state for name, state in told["replicas"].items() if state != "draining"}
+        return super().see({**told, "replicas": left}, now)
 
 
 @planted("pool_core", "a drain that nobody hears of")
