@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sim_ingress import LEARN_S, SimIngress
+from sim_ingress import LEARN_S, POLL_S, SimIngress
 from sim_loop import Violation
 from sim_replica import SimReplica
 from sim_schedule import NEW_WEIGHTS, Fault, Scaling, Shape
@@ -63,7 +63,7 @@ class SimServe:
     def drain(self, replicas: list[SimReplica], fault: Fault) -> None:
         """Stop replicas of a pool, with as many others that start before, after them, or not at
         all."""
-        if old := _taken(replicas):
+        if old := _taken([each for each in replicas if each.core.state != "loading"]):
             self._act(self._replace(old, fault, [replica.shape for replica in old]))
 
     def roll_out(self, fault: Fault) -> None:
@@ -81,6 +81,8 @@ class SimServe:
 
     async def _replace(self, old: list[SimReplica], fault: Fault, shapes: list[Shape]) -> None:
         world = self._world
+        while any(replica.core.state == "loading" for replica in old):
+            await asyncio.sleep(POLL_S)  # the first ones, where others serve already
         if fault.successor == "before":
             await asyncio.gather(*map(self.start_replica, shapes))
         await asyncio.gather(*(self.stop_replica(replica, fault.grace_s) for replica in old))
@@ -134,7 +136,7 @@ class SimServe:
 
 def _taken(replicas: list[SimReplica]) -> list[SimReplica]:
     """Return those that Serve stops from now on, of those that it has not begun to."""
-    old = [each for each in replicas if each.core.state != "loading" and not each.is_replaced]
+    old = [replica for replica in replicas if not replica.is_replaced]
     for replica in old:
         replica.is_replaced = True
     return old
