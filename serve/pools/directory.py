@@ -19,7 +19,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 from cluster.actors.reports import LeaderReport
 from cluster.engine.prefix_index import Prefix, PrefixIndex
@@ -47,6 +48,7 @@ from serve.pools.chooser import (
 )
 from serve.pools.mailbox import Mailbox
 
+T = TypeVar("T")
 log = logging.getLogger("lockstep.directory")
 
 REPORT_AGE = 3
@@ -471,15 +473,27 @@ class Directory:
         """Return the leader that gets a request next, of a pool, one that can read its KV if there
         is one, or of the decode pool if that may compute the prompt; NoLeader if none could take it
         in time. Requests that wait go in the order in which they came."""
+        return await self._wait_for(pool, lambda: self._choice(pool, stage))
+
+    async def wait(self) -> None:
+        """Return once every pool has a leader that could take a request; NoLeader if one has none
+        in time."""
+        for pool in self._choosers:
+            await self._wait_for(pool, partial(self._able, pool))
+
+    def _choice(self, pool: str, stage: Stage) -> Chosen | None:
+        leaders = self._able(pool)
+        if chosen := self._on_decode(pool, leaders, stage):
+            return chosen
+        readers = [each for each in leaders if each.can_read(stage)]
+        return self._chosen(pool, readers or leaders, stage) if leaders else None
+
+    async def _wait_for(self, pool: str, find: Callable[[], T | None]) -> T:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
                 while True:
-                    leaders = self._able(pool)
-                    if chosen := self._on_decode(pool, leaders, stage):
-                        return chosen
-                    if leaders:
-                        readers = [each for each in leaders if each.can_read(stage)]
-                        return self._chosen(pool, readers or leaders, stage)
+                    if found := find():
+                        return found
                     await self._changed.wait()
         raise NoLeader(
             f"{pool} pool: wanted an engine that takes requests within {self._max_wait_s:g} s, "

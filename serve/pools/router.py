@@ -86,6 +86,8 @@ class Router:
                 request_id=f"{request.request_id}.{number}",
                 output_token_ids=list(outputs),
             )
+            if history.is_suspect:  # others would wait for its trial as long as that for a leader
+                await self._directory.wait()
             async with self._quarantine.attempt(history):
                 record.on_attempt()
                 async with aclosing(self._attempt(attempt, prefixes, record)) as attempt_outputs:

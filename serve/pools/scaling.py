@@ -370,17 +370,20 @@ class ScalingPolicy:
         known."""
         n = context.target_num_replicas
         try:
+            self._start_reading(context)
             return self._decide(context, n, time.monotonic()), {}
         except Exception:
             log.exception("%s: keeps %d replicas", context.deployment_name, n)
             return n, {}
 
-    def _decide(self, context: AutoscalingContext, n: int, now: float) -> int:
-        news = self._news
+    def _start_reading(self, context: AutoscalingContext) -> None:
         if not self._is_reading:
             self._is_reading = True
-            args = (context.app_name, context.deployment_name, news)
+            args = (context.app_name, context.deployment_name, self._news)
             threading.Thread(target=_read, args=args, name="lockstep-scaling", daemon=True).start()
+
+    def _decide(self, context: AutoscalingContext, n: int, now: float) -> int:
+        news = self._news
         least = context.capacity_adjusted_min_replicas
         most = context.capacity_adjusted_max_replicas
         signals = news.signals

@@ -78,6 +78,7 @@ class Tally:
         beside = "beside" if schedule.has_device else "in"
         loop = "overlapped" if schedule.is_overlapped else "plain"
         names.append(f"steps: {loop}, {beside} the host")
+        names += [f"scaled: {way}" for way in sorted(outcome.scaled)]
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: refusals"] * bool(outcome.num_refused)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
@@ -129,7 +130,8 @@ class Tally:
 
 def schedules_until_found(plants: Plants) -> str:
     for i in range(MAX_UNTIL_FOUND):
-        finding = run_schedule(draw_schedule(i), plants).finding
+        schedule = draw_schedule(i)
+        finding = run_schedule(schedule, plants).finding if plants.is_met(schedule) else None
         if finding is not None:
             return f"{i + 1:5} {finding.kind}"
     return f"{MAX_UNTIL_FOUND:5} and not found"

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from sim_group import SimGroup, SimHandle
 from sim_ingress import SimConnection, SimInbox, SimOutputSender
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
+from sim_schedule import MAX_MODEL_LEN, NEW_WEIGHTS, Schedule
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
@@ -27,6 +29,7 @@ from cluster.engine.watchdog import Phase
 from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
 from cluster.rank.follower import FollowerLoop
+from cluster.wire.credentials import Hashes
 from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import (
     PENDING,
@@ -46,17 +49,34 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from serve.pools.directory import Directory, Leader
+from serve.pools.directory import Directory, Leader, Stage
 from serve.pools.pool_core import PoolCore
+from serve.pools.scaling import Meter, Signals
 
 BUGS: dict[str, Plants] = {}
 
 
-def planted(part: str, name: str) -> Callable[[type], type]:
-    """Let the bug of this name be a simulation with the class in place of a part."""
+def is_scaled(schedule: Schedule) -> bool:
+    return schedule.scaling is not None
+
+
+def is_rolled_out(schedule: Schedule) -> bool:
+    return any(fault.kind == NEW_WEIGHTS for fault in schedule.faults)
+
+
+def is_by_cost(schedule: Schedule) -> bool:
+    return schedule.routing == "cost"
+
+
+def planted(
+    part: str, name: str, is_met: Callable[[Schedule], bool] = Plants.is_met
+) -> Callable[[type], type]:
+    """Let the bug of this name be a simulation with the class in place of a part; `is_met`: whether
+    a schedule can show it."""
 
     def plant(made: type) -> type:
         plants = Plants()
+        plants.is_met = is_met
         setattr(plants, part, made)
         BUGS[name] = plants
         return made
@@ -266,6 +286,12 @@ class _TakesLossesForMoves(SimConnection):
         super().deliver(output)
 
 
+@planted("connection", "a heartbeat that nobody misses")
+class _MissesNoHeartbeat(SimConnection):
+    def on_silence(self, until: float) -> None:
+        """Wait for whatever else ends it."""
+
+
 @planted("output_sender", "outputs for an ingress that is gone")
 class _RunsForNobody(SimOutputSender):
     def send(self, outputs: list[EngineOutput]) -> list[str]:
@@ -277,6 +303,17 @@ class _RunsForNobody(SimOutputSender):
 class _UsesStaleEntries(Directory):
     def _able(self, pool: str) -> list[Leader]:
         return [each for each in self._leaders.values() if each.report.pool == pool]
+
+
+@planted("directory", "a bound on queues that is removed", is_by_cost)
+class _BoundsNoQueue(Directory):
+    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
+        offers = [leader.offer(stage) for leader in leaders]
+        num_outputs = 0 if pool == "prefill" else stage.max_outputs
+        i = self._choosers[pool].choose(
+            offers, stage.request.request_id, MAX_MODEL_LEN**2, num_outputs
+        )
+        return leaders[i]
 
 
 @planted("directory", "a leader chosen that drains")
@@ -319,6 +356,26 @@ class _LetsAllLeave(Directory):
 class _WakesNobody(Directory):
     def _wake(self) -> None:
         """Let them wait."""
+
+
+@planted("directory", "engines of other weights taken for one's own", is_rolled_out)
+class _TakesAllForItsOwn(Directory):
+    def see(self, reports: Iterable[LeaderReport]) -> None:
+        mine = Hashes(self._numerics_hash)
+        super().see([replace(each, hashes=mine) for each in reports])
+
+
+@planted("directory", "a successor that takes over too early", is_rolled_out)
+class _ExpectsNobody(Directory):
+    def _have_others(self) -> bool:
+        return False
+
+
+@planted("meter", "a replica that drains counted as gone", is_scaled)
+class _ForgetsWhoDrains(Meter):
+    def see(self, told: Mapping[str, Any], now: float) -> Signals:
+        left = {name: state for name, state in told["replicas"].items() if state != "draining"}
+        return super().see({**told, "replicas": left}, now)
 
 
 @planted("pool_core", "a drain that nobody hears of")

@@ -24,6 +24,7 @@ from sim_schedule import BOARD, DRAINS, FAILED_START, FATAL, IN_STEP, WATCHDOG_S
 from cluster.actors.rank_group import BLAME_S, HEARTBEAT_PERIOD_S, CallEnd, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
+from cluster.engine.watchdog import EXPECTED_TIMES
 from cluster.group.context import RankStats
 from cluster.group.rendezvous import Rendezvous
 from cluster.observe.counts import Counts
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 NEWS_S = 0.01
 """Until an owner hears that a process died, and a rank in a collective that its peer did."""
-FOUND_BY_WATCHDOG_S = WATCHDOG_S + 3 * HEARTBEAT_PERIOD_S
 
 
 class SimHandle:
@@ -89,16 +89,18 @@ class SimHandle:
 
     def _figures(self, prefixes_since: int | None) -> tuple[RankStats, None, Counts]:
         rank = self._rank
-        load, prefixes = SchedulerStats(), None
+        load, prefixes, counts = SchedulerStats(), None, Counts()
         if isinstance(rank, SimLeader):
             load = rank.scheduler.stats()
+            if self._group.schedule.scaling is not None:
+                counts = rank.counts()
             if prefixes_since is not None:
                 prefixes = rank.prefix_feed.since(prefixes_since)
         state = "ready" if rank.is_running else "loading"
         place = self._group.places[rank.index]
         token_s = rank.step_stats.token_s()
         stats = RankStats(place, rank.index, "node", state, 0, load, token_s, prefixes)
-        return stats, None, {}
+        return stats, None, counts
 
     def stop(self) -> None:
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"
@@ -142,8 +144,8 @@ class SimGroup(RankGroup):
         self.handles += [self.plants.handle(rank) for rank in self.ranks]
         self.struck: list[Fault] = []
         """Faults that struck this epoch."""
-        self._found_by: list[tuple[int, float, float]] = []
-        """Of what struck: by when it is found, on a rank's own connection and on all others."""
+        self._strikes: list[tuple[int, float, Fault | None]] = []
+        """The rank that was struck, when, and by what; None: the replica was killed."""
         self.diverged_at = 0
         """The step for which a rank was told something else, if one was."""
         self._agreed: dict[int, StepAgreement] = {}
@@ -279,8 +281,8 @@ class SimGroup(RankGroup):
         """Note that a fault strikes, its own rank or the one that it met."""
         index = fault.rank if rank is None else rank.index
         self.struck.append(replace(fault, rank=index))
-        own_s, others_s = found_within(fault)
-        self._found_by.append((index, self.loop.now + own_s, self.loop.now + others_s))
+        _, others_s = found_within(fault)
+        self._strikes.append((index, self.loop.now, fault))
         if fault.kind not in BOARD:
             self.replica.strike(fault, is_fatal=fault.kind in FATAL, lasts_s=others_s)
         if fault.kind not in DRAINS:
@@ -288,13 +290,16 @@ class SimGroup(RankGroup):
         self.world.on_strike(fault)
 
     def on_replica_killed(self) -> None:
-        now = self.loop.now
-        self._found_by.append((0, now + NEWS_S, now + NEWS_S))
+        self._strikes.append((0, self.loop.now, None))
 
     def found_by(self, rank: SimRank) -> float:
         """Return by when requests of a leader must know of all that has struck."""
-        times = [own if rank.index == at else others for at, own, others in self._found_by]
-        return max(times, default=0.0)
+        expected_s = max(each.step_stats.heartbeat().expected_s for each in self.ranks)
+        found_by = 0.0
+        for index, at, fault in self._strikes:
+            own_s, others_s = found_within(fault, expected_s)
+            found_by = max(found_by, at + (own_s if rank.index == index else others_s))
+        return found_by
 
     def on_phase(self, rank: SimRank, fault: Fault) -> None:
         """A rank comes to the phase of the next fault: let it strike if it is due here."""
@@ -351,9 +356,11 @@ class SimGroup(RankGroup):
                 leader.unreachable_until = self.loop.now + fault.duration_s
                 self._silence(leader, fault.duration_s)
             case "drain":
-                self.world.replace([self.replica], fault)
+                self.world.serve.drain([self.replica], fault)
             case "drain all":
-                self.world.replace(self.world.replicas_of(self.pool), fault)
+                self.world.serve.drain(self.world.replicas_of(self.pool), fault)
+            case "rollout" | "rollout of other weights":
+                self.world.serve.roll_out(fault)
             case _:
                 self.world.board.strike(fault)
                 for replica in self.world.replicas:
@@ -372,22 +379,26 @@ class SimGroup(RankGroup):
             connection.on_silence(self.loop.now + for_s)
 
 
-def found_within(fault: Fault) -> tuple[float, float]:
+def found_within(fault: Fault | None, expected_s: float = 0.0) -> tuple[float, float]:
     """Return how long it takes at most until the ingress knows of a fault by the connection to the
-    rank that it strikes, if that is a leader, and by those to the others of its group."""
+    rank that it strikes, if that is a leader, and by those to the others of its group. The watchdog
+    expects a step to take `expected_s`: it waits for long where one before was held up."""
+    if fault is None:
+        return NEWS_S, NEWS_S
+    by_watchdog_s = max(WATCHDOG_S, EXPECTED_TIMES * expected_s) + 3 * HEARTBEAT_PERIOD_S
     s = fault.delay_s + fault.duration_s
     silent_s = fault.delay_s + SILENT_S + BEAT_S + RESET_S
     match fault.kind:
         case "kill":
             return fault.delay_s + NEWS_S + RESET_S, fault.delay_s + BLAME_S + 2 * NEWS_S
         case "stop":
-            return silent_s, FOUND_BY_WATCHDOG_S
+            return silent_s, by_watchdog_s
         case "pause":
             return min(s, silent_s), s
         case "partition":
             return silent_s, silent_s
         case "stall" | "lost link" | "lost frame":
-            return FOUND_BY_WATCHDOG_S, FOUND_BY_WATCHDOG_S
+            return by_watchdog_s, by_watchdog_s
         case "told to stop" | "diverge" | "altered plan" | "cut":
             return BLAME_S + 0.5, BLAME_S + 0.5
         case "slow" | "held link" | "lost calls":

@@ -1,4 +1,4 @@
-"""Between the ingress and leaders: connections, a leader's end of them, and the status board.
+"""Ingresses, and between them and leaders: connections, a leader's end of them, the status board.
 
 Real are the directory with its leaders, what they send, how a leader greets and who its outputs go
 to. Simulated are sockets: frames of a connection arrive in order each way, none is lost but with
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from errno import EHOSTUNREACH
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,19 @@ import zmq
 from sim_loop import Violation
 from sim_schedule import Fault
 
-from cluster.actors.reports import CachedPrefixes, LeaderReport, ReplicaReport, leaders_of
+from cluster.actors.reports import (
+    CachedPrefixes,
+    LeaderReport,
+    ReplicaReport,
+    leaders_of,
+    scaling_body,
+)
+from cluster.config import CacheConfig
+from cluster.observe.counts import BUCKET, Ledger
+from cluster.observe.metrics import INGRESS
 from cluster.rank.leader import Inbox
 from cluster.rank.output_sender import OutputSender
+from cluster.wire.credentials import Hashes
 from cluster.wire.messages import (
     Abort,
     EngineOutput,
@@ -38,7 +49,10 @@ from cluster.wire.messages import (
     Submit,
     decode,
 )
-from serve.pools.directory import Leader
+from serve.event_loop import StreamBatcher
+from serve.pools.chooser import Routing
+from serve.pools.directory import Directory, Leader
+from serve.pools.router import Router
 
 if TYPE_CHECKING:
     from sim_rank import SimLeader
@@ -49,7 +63,11 @@ RESET_S = 0.01
 SILENT_S, BEAT_S = 1.0, 0.25
 """How long heartbeats go unanswered until the ingress gives up, and how often it sends one."""
 POLL_S = 0.25
-"""How often the ingress reads the board."""
+"""How often an ingress reads the board."""
+ROUTED_S = 0.2
+"""Until no client comes to an ingress any more that Serve replaces."""
+NUM_STREAMS = 16
+"""Among which a stream's tokens wait for ticks of some 45 ms."""
 FORGOTTEN_S = 5.0
 """Until the board forgets a replica that it does not hear of."""
 HEARD_S = 0.7
@@ -58,10 +76,75 @@ LEARN_S = 1.0
 """Until it has its answer as well."""
 
 
-class SimConnection:
-    """The way of the ingress to one leader and back; it connects once."""
+def hashes(weights: int) -> Hashes:
+    """Return what engines of these weights tell of themselves."""
+    return Hashes(f"simulated {weights}")
 
-    def __init__(self, world: World, inbox: str, leader: Leader) -> None:
+
+class SimIngress:
+    """One ingress: what it knows of leaders, and the router over that. Those of a deployment that
+    is replaced answer their clients to the end."""
+
+    def __init__(self, world: World, weights: int) -> None:
+        self.world, self.weights = world, weights
+        self.replaced_from = inf
+        """When Serve began to replace it."""
+        self.num_clients = 0
+        self.is_closed = False
+        schedule, tick = world.schedule, StreamBatcher()
+        # In half of the schedules tokens wait for ticks, as among many streams.
+        tick.num_streams = NUM_STREAMS * (schedule.seed % 2)
+        pools = [shape.pool for shape in schedule.groups]
+        self.directory: Directory = world.plants.directory(
+            dict.fromkeys(pools, Routing(schedule.routing)),
+            lambda inbox, leader: world.plants.connection(self, inbox, leader),
+            numerics_hash=hashes(weights).numerics,
+            max_wait_s=schedule.max_wait_s,
+            # In half of the schedules that count in seconds prompts may run where they decode.
+            max_on_decode=schedule.budget * (schedule.seed // 2 % 2)
+            if schedule.routing == "cost"
+            else 0,
+        )
+        cache = CacheConfig(schedule.block_size, enable_prefix_caching=schedule.is_caching)
+        self.router: Router = world.plants.router(self.directory, pools[0], tick, cache=cache)
+        self._polling = world.spawn(self._poll())
+
+    async def start(self) -> None:
+        """Return when clients may come, as `IngressCore.start` does."""
+        await self._refresh()
+        while self.directory.is_replacing:
+            await asyncio.sleep(POLL_S)
+
+    async def end(self) -> None:
+        """Answer who has come, and stop."""
+        await asyncio.sleep(ROUTED_S)
+        while self.num_clients:
+            await asyncio.sleep(POLL_S)
+        self.close()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._polling.cancel()
+        self.directory.close()
+
+    async def _poll(self) -> None:
+        """Take the board's answers in any order."""
+        while True:
+            self.world.spawn(self._refresh())
+            await asyncio.sleep(POLL_S)
+
+    async def _refresh(self) -> None:
+        with suppress(TimeoutError):
+            reports = await self.world.board.poll(self.directory.known_prefixes)
+            if not self.is_closed:
+                self.directory.see(reports)
+
+
+class SimConnection:
+    """The way of an ingress to one leader and back; it connects once."""
+
+    def __init__(self, ingress: SimIngress, inbox: str, leader: Leader) -> None:
+        self.ingress, world = ingress, ingress.world
         self.rank = world.leader_at(inbox)
         self.peer = world.new_peer(self)
         self.ends: dict[str, str] = {}
@@ -255,6 +338,9 @@ class SimBoard:
         self._loop, self._random = world.loop, world.rng.random
         self._reports: dict[tuple[str, str], tuple[float, ReplicaReport]] = {}
         self._prefixes = CachedPrefixes()
+        self._ledger = Ledger()
+        self.num_first_tokens = 0
+        """That clients got."""
         self._silent_until = self._late_until = 0.0
         self.trouble_until = 0.0
         """What happened before it may not be known yet at the ingress."""
@@ -263,6 +349,11 @@ class SimBoard:
         await self._on_the_way()
         report, known_prefixes = self._prefixes.take(report)
         self._reports[report.pool, report.replica_id] = self._loop.now, report
+        for rank, counts in zip(report.group.ranks, report.group.counts, strict=True):
+            if not counts:
+                continue
+            engine = f"{report.pool}/{report.replica_id}/{rank.place.dp_rank}"
+            self._ledger.add(f"{engine}/{report.epoch}/{rank.place.tp_rank}", engine, counts)
         await self._on_the_way()
         return known_prefixes
 
@@ -276,16 +367,36 @@ class SimBoard:
             await asyncio.sleep(POLL_S)
             raise TimeoutError
         await self._on_the_way()
-        found = [
-            report
-            for pushed_at, report in self._reports.values()
-            if self._loop.now - pushed_at < FORGOTTEN_S
-        ]
+        found = self._known()
         if self._loop.now < self._late_until:
             await asyncio.sleep(0.2 + self._random())
         await self._on_the_way()
         leaders = [leader for report in found for leader in leaders_of(report)]
         return [self._prefixes.add_to(leader, known) for leader in leaders]
+
+    async def scale(self, pool: str) -> dict[str, Any]:
+        """Return what a pool's scaling is decided by; TimeoutError if it does not answer."""
+        if self._loop.now < self._silent_until:
+            await asyncio.sleep(POLL_S)
+            raise TimeoutError
+        await self._on_the_way()
+        reports = [report for report in self._known() if report.pool == pool]
+        engines = {
+            f"{pool}/{report.replica_id}/{rank.place.dp_rank}": rank.scheduler
+            for report in reports
+            for rank in report.group.ranks
+            if rank.place.tp_rank == 0 and rank.state == "ready"
+        }
+        totals = dict(self._ledger.totals)
+        totals[INGRESS] = {("time_to_first_token_seconds", BUCKET, "+Inf"): self.num_first_tokens}
+        return scaling_body(pool, reports, engines, totals)
+
+    def _known(self) -> list[ReplicaReport]:
+        return [
+            report
+            for pushed_at, report in self._reports.values()
+            if self._loop.now - pushed_at < FORGOTTEN_S
+        ]
 
     async def _on_the_way(self) -> None:
         late_s = max(0.0, self._silent_until - self._loop.now)

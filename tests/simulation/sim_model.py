@@ -30,10 +30,12 @@ def _draw(seed: int, output_index: int, context: int, vocab: int) -> int:
     return hash((seed, output_index, context)) % vocab
 
 
-def continuation(request: GenerateRequest, vocab: int, max_model_len: int) -> list[int]:
+def continuation(
+    request: GenerateRequest, vocab: int, max_model_len: int, weights: int = 0
+) -> list[int]:
     """Return all output tokens of a request, without any cache: the oracle."""
     tokens, output, sampling = list(request.prompt_token_ids), list[int](), request.sampling
-    context = 0
+    context = weights
     for token in tokens:
         context = _extend(context, token)
     while len(output) < sampling.max_tokens and len(tokens) < max_model_len:
@@ -56,9 +58,12 @@ class PagedModel:
         max_num_seqs: int,
         vocab: int,
         window: int | None = None,
+        weights: int = 0,
     ) -> None:
+        """Models of other `weights` draw other tokens, and cannot go on with each other's KV."""
         self._block_size = block_size
         self._window = window
+        self._weights = weights
         self._vocab = vocab
         self.tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._seeds = [0] * max_num_seqs
@@ -104,7 +109,7 @@ class PagedModel:
 
     def _context(self, table: list[int], num_computed: int) -> int:
         """Return the hash of a row's computed tokens, as read back out of the cache."""
-        context = 0
+        context = self._weights
         start = 0 if self._window is None else max(0, num_computed - self._window + 1)
         for position in range(start, num_computed):
             block = table[position // self._block_size]

@@ -36,6 +36,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
 from cluster.kv.handoff import GroupHolder, GroupReader
+from cluster.observe.counts import Counts
 from cluster.rank.follower import FollowerLoop
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
@@ -77,7 +78,11 @@ class SimRank:
         device = AsyncDevice if schedule.has_device else HostDevice
         self.device: AsyncDevice | HostDevice = device(self)
         self.model = PagedModel(
-            schedule.num_blocks, schedule.block_size, schedule.max_num_seqs, VOCAB
+            schedule.num_blocks,
+            schedule.block_size,
+            schedule.max_num_seqs,
+            VOCAB,
+            weights=group.replica.shape.weights,
         )
         self.server = SimServer(self, self.ring)
         self.puller = SimPuller(self, self.ring)
@@ -247,7 +252,10 @@ class SimRunner:
         phases.build(agreed.step, across[rank.dp_rank])
         rank.pass_time(Phase.BUILDING, 0.0005)
         self._confirm(agreed, confirm)
-        phases.run(agreed.step)
+        if rank.group.schedule.scaling is None:
+            phases.run(agreed.step)
+        else:
+            phases.begin(plan, agreed, 0)
         rank.pass_time(Phase.RUNNING, 0.0)
         job = Job(lambda: self._compute(plan, agreed))
         rank.device.launch(job)
@@ -425,6 +433,11 @@ class SimLeader(SimRank):
     def _take_inbox(self) -> None:
         self.pass_time(Phase.PLANNING, 0.0002)
         Leader._take_inbox(self)  # type: ignore[arg-type]
+
+    def counts(self) -> Counts:
+        """Return what scaling is decided by of all that `Leader.counts` does."""
+        computed = self.scheduler.stats().prompt_tokens_computed
+        return {("prompt_tokens_computed_total",): computed, **self.step_stats.counts()}
 
     def on_abort(self, request_ids: list[str]) -> None:
         self.aborted.update(dict.fromkeys(request_ids, self.last_step + 1))

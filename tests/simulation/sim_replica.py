@@ -10,20 +10,17 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from sim_check import check_scheduler
-from sim_ingress import LEARN_S
+from sim_ingress import LEARN_S, hashes
 from sim_loop import Violation
 from sim_schedule import Fault, Shape
 
 from cluster.actors.rank_group import RankGroup
-from cluster.actors.reports import ReplicaReport
-from cluster.wire.credentials import Hashes
+from cluster.actors.reports import ReplicaReport, ScalingTargets
 from serve.pools.pool_core import PoolCore
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
     from sim_world import World
-
-HASHES = Hashes("simulated")
 
 
 class SimReplica:
@@ -40,7 +37,14 @@ class SimReplica:
         """Whether Serve has decided to stop it."""
         self.drains_from = inf
         self._world, self._loop = world, world.loop
-        self.core: PoolCore = world.plants.pool_core(shape.pool, self.replica_id, HASHES, self)
+        self.core: PoolCore = world.plants.pool_core(
+            shape.pool, self.replica_id, hashes(shape.weights), self, _targets(world, shape)
+        )
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Its pool and weights: another one of that kind can go on with what it runs."""
+        return self.pool, self.shape.weights
 
     @property
     def group(self) -> SimGroup:
@@ -124,20 +128,9 @@ class SimReplica:
             self.healthy_from = max(self._loop.now, self._world.board.trouble_until) + LEARN_S
 
 
-async def replace(world: World, old: list[SimReplica], fault: Fault) -> None:
-    """Stop replicas of a pool, with as many others that start before, after them, or not at all."""
-    shapes = [replica.shape for replica in old]
-    for replica in old:
-        replica.is_replaced = True
-    if fault.successor == "before":
-        await asyncio.gather(*map(world.start_replica, shapes))
-    await asyncio.gather(*(_stop(world, replica, fault) for replica in old))
-    if fault.successor == "after":
-        await asyncio.gather(*map(world.start_replica, shapes))
-    elif not world.replicas_of(shapes[0].pool):
-        await world.start_replica(shapes[0])
-
-
-async def _stop(world: World, old: SimReplica, fault: Fault) -> None:
-    await old.stop(fault.grace_s)
-    world.replicas.remove(old)
+def _targets(world: World, shape: Shape) -> ScalingTargets | None:
+    if (scaling := world.schedule.scaling) is None:
+        return None
+    return ScalingTargets(
+        scaling.ttft_target_s, scaling.tpot_target_s, world.schedule.max_num_seqs, shape.dp_size
+    )

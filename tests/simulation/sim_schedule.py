@@ -17,6 +17,8 @@ LONGEST = 48
 """Tokens of a sequence, prompt and output."""
 MAX_RANKS = 8
 """Of all replicas that a schedule starts with."""
+MAX_SCALED_RANKS = 9
+"""Of all replicas that there may be."""
 MIN_STEPS = 40
 """Agreed steps with work; requests keep coming until there were as many."""
 WATCHDOG_S = 4.0
@@ -31,8 +33,14 @@ FATAL = ("kill", "stop", "stall", "told to stop", "diverge", "altered plan", *LO
 CONNECTION = ("cut", "partition")
 """What happens to the connection between the ingress and the rank's leader."""
 BOARD = ("silent board", "late board", "new board")
-DRAIN, DRAIN_ALL = DRAINS = "drain", "drain all"
-"""Serve stops the rank's replica, or all of its pool at once."""
+DRAIN, DRAIN_ALL, ROLLOUT, NEW_WEIGHTS = DRAINS = (
+    "drain",
+    "drain all",
+    "rollout",
+    "rollout of other weights",
+)
+"""Serve stops the rank's replica, or all of its pool at once, or replaces the whole application."""
+ROLLOUTS = ROLLOUT, NEW_WEIGHTS
 HARMLESS = ("pause", "slow", "held link", *BOARD)
 IN_STEP = ("kill", "stop", "stall", "told to stop", "pause", "slow", *CONNECTION, *BOARD, *DRAINS)
 """What strikes when a rank is in a phase of its step; some of it also while its KV is on the way.
@@ -62,6 +70,8 @@ class Shape:
     tp_size: int
     num_replicas: int = 1
     """With which it starts."""
+    weights: int = 0
+    """Of which model."""
 
     @property
     def num_ranks(self) -> int:
@@ -125,6 +135,17 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How the production code scales each pool."""
+
+    least: int
+    most: int
+    cool_down_s: float
+    ttft_target_s: float
+    tpot_target_s: float
+
+
+@dataclass(frozen=True)
 class Schedule:
     """One simulation. Invariant: faults strike one after the other, each at most once."""
 
@@ -156,6 +177,8 @@ class Schedule:
     """Whether steps run beside the process that launches them, as with CUDA."""
     step_s: float
     """What a step computes for, beside what its messages take."""
+    scaling: Scaling | None = None
+    """None: as many replicas as there are at the start."""
 
     @property
     def room(self) -> int:
@@ -193,7 +216,7 @@ def draw_schedule(seed: int) -> Schedule:
     faults = _draw_faults(rng, groups, lease_s)
     # What runs when a replica drains should not have ended before it can leave.
     has_drains = any(fault.kind in DRAINS for fault in faults)
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         groups=groups,
         num_blocks=per_sequence + rng.randrange(3) if is_full else 5 * per_sequence,
@@ -217,6 +240,58 @@ def draw_schedule(seed: int) -> Schedule:
         has_device=rng.random() < 0.6,
         step_s=rng.choice((0.0, 0.03, 0.1, 0.1) if has_drains else (0.0, 0.0, 0.0, 0.03)),
     )
+    schedule = _with_time_to_read(schedule)
+    if has_drains:
+        return _with_rollout(rng, schedule) if rng.random() < 0.3 else schedule
+    return _with_scaling(rng, schedule) if rng.random() < 0.1 else schedule
+
+
+def _with_time_to_read(schedule: Schedule) -> Schedule:
+    """Let no lease end by long steps alone: a read begins some steps after its handoff."""
+    if schedule.step_s and schedule.step_s + 2 * schedule.kv_delay_s > 0.05:
+        return replace(schedule, lease_s=3.0)
+    return schedule
+
+
+def _with_rollout(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Let the first replica that drains do so with all others of the application."""
+    faults = list(schedule.faults)
+    i = next(i for i, fault in enumerate(faults) if fault.kind in DRAINS)
+    successor = "after" if faults[i].successor == "after" else "before"
+    faults[i] = replace(faults[i], kind=rng.choice(ROLLOUTS), successor=successor)
+    return replace(schedule, faults=faults)
+
+
+def _with_scaling(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Scale all pools, with arrivals in bursts."""
+    num_ranks = sum(shape.num_ranks for shape in schedule.groups)
+    most = max(2, min(3, MAX_SCALED_RANKS // num_ranks))
+    scaling = Scaling(
+        least=1,
+        most=most,
+        cool_down_s=rng.choice((0.5, 1.0, 2.0)),
+        ttft_target_s=rng.choice((0.1, 1.0)),
+        tpot_target_s=rng.choice((0.02, 0.1)),
+    )
+    groups = [
+        replace(shape, num_replicas=min(shape.num_replicas, most)) for shape in schedule.groups
+    ]
+    arrivals, at = list[Arrival](), 0.0
+    for _ in range(rng.randint(2, 4)):
+        for _ in range(rng.choice((2, 6, 8))):
+            arrival = draw_arrival(rng, len(arrivals), 8, has_aborts=True, is_long=True)
+            arrivals.append(replace(arrival, at=at + 0.1 * rng.random()))
+        at += rng.choice((0.5, 2.0, 4.0))
+    scaled = replace(
+        schedule,
+        groups=groups,
+        arrivals=arrivals,
+        scaling=scaling,
+        step_s=rng.choice((0.03, 0.1)),
+        # Whoever waits for a replica may do so for as long as one starts.
+        max_wait_s=30.0,
+    )
+    return _with_time_to_read(scaled)
 
 
 def _draw_groups(rng: random.Random) -> list[Shape]:

@@ -29,7 +29,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from math import inf, log
 from typing import Any
@@ -43,13 +43,14 @@ from sim_ingress import (
     SimBoard,
     SimConnection,
     SimInbox,
+    SimIngress,
     SimOutputSender,
 )
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
-from sim_replica import HASHES, SimReplica, replace
+from sim_replica import SimReplica
 from sim_schedule import (
     FATAL,
     LOST,
@@ -59,12 +60,11 @@ from sim_schedule import (
     Arrival,
     Fault,
     Schedule,
-    Shape,
     draw_arrival,
 )
+from sim_serve import SimServe
 
 from cluster.actors.rank_group import STATS_TIMEOUT_S
-from cluster.config import CacheConfig
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
@@ -80,16 +80,13 @@ from cluster.wire.messages import (
     Sampling,
     StepAgreement,
 )
-from serve.event_loop import StreamBatcher
-from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, NoLeader
 from serve.pools.pool_core import IDLE_REPORTS, REPORT_PERIOD_S, PoolCore
 from serve.pools.quarantine import SHARED_DEATHS
 from serve.pools.router import GOES_ON, Router
 from serve.pools.router import LOST as LOST_ENDS
+from serve.pools.scaling import Meter
 
-NUM_STREAMS = 16
-"""Among which a stream's tokens wait for ticks of some 45 ms."""
 END_S = 180.0
 """Of simulated time: no schedule has more to do than half a minute."""
 MAX_EXTRA = 64
@@ -149,6 +146,9 @@ class Plants:
     directory: Any = Directory
     pool_core: Any = PoolCore
     router: Any = Router
+    meter: Any = Meter
+    is_met: Callable[[Schedule], bool] = staticmethod(lambda schedule: True)
+    """Whether a schedule comes to that place at all."""
 
 
 @dataclass
@@ -173,6 +173,8 @@ class Outcome:
     num_moves_with_kv: int = 0
     num_lost_moves: int = 0
     """Of these whose KV was lost on its way."""
+    scaled: Counter[str] = field(default_factory=Counter)
+    """How often a pool was scaled up or down."""
     longest_move_s: float = 0.0
     """Of a client whose request moved, where nothing struck and there was room."""
     longest_drain_s: float = 0.0
@@ -204,12 +206,13 @@ class World:
         self.board = SimBoard(self)
         self.connections: dict[bytes, SimConnection] = {}
         """By what a leader calls the ingress."""
+        self.ingress: SimIngress
+        """To which clients come."""
+        self.serve = SimServe(self)
         self.replicas: list[SimReplica] = []
         """All that are not stopped yet."""
         self._groups: dict[tuple[str, int, int], SimGroup] = {}
         """By pool, replica and epoch."""
-        self._serving: list[asyncio.Task[None]] = []
-        """What Serve does about replicas."""
         self._num_deaths: Counter[str] = Counter()
         """By request: of what ran it, as far as the ingress can tell."""
         self._ways: dict[str, list[SimConnection]] = {}
@@ -253,30 +256,15 @@ class World:
         return outcome
 
     def _begin(self) -> None:
-        tick = StreamBatcher()
-        # In half of the schedules tokens wait for ticks, as among many streams.
-        tick.num_streams = NUM_STREAMS * (self.schedule.seed % 2)
-        self.directory: Directory = self.plants.directory(
-            dict.fromkeys(("mixed", "prefill", "decode"), Routing(self.schedule.routing)),
-            lambda inbox, leader: self.plants.connection(self, inbox, leader),
-            numerics_hash=HASHES.numerics,
-            max_wait_s=self.schedule.max_wait_s,
-            # In half of the schedules that count in seconds prompts may run where they decode.
-            max_on_decode=self.schedule.budget * (self.schedule.seed // 2 % 2)
-            if self.schedule.routing == "cost"
-            else 0,
-        )
-        schedule = self.schedule
-        cache = CacheConfig(schedule.block_size, enable_prefix_caching=schedule.is_caching)
-        self.router = self.plants.router(self.directory, schedule.groups[0].pool, tick, cache=cache)
-        self._main_task = self._spawn(self._main())
+        self.ingress = SimIngress(self, weights=0)
+        self._main_task = self.spawn(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
     def _on_main_done(self, task: asyncio.Task[None]) -> None:
         self._is_done = True
         self.loop.stop()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something whose error is the simulation's."""
         task = self.loop.create_task(coroutine)
         task.add_done_callback(self._on_done)
@@ -298,27 +286,29 @@ class World:
     # --- the story --------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        shapes = [shape for shape in self.schedule.groups for _ in range(shape.num_replicas)]
-        await asyncio.gather(*map(self.start_replica, shapes))
-        polling = self._spawn(self._poll())
-        while not all(self.directory._able(shape.pool) for shape in self.schedule.groups):
+        schedule, serve = self.schedule, self.serve
+        shapes = [shape for shape in schedule.groups for _ in range(shape.num_replicas)]
+        await asyncio.gather(*map(serve.start_replica, shapes))
+        while not all(self.ingress.directory._able(shape.pool) for shape in schedule.groups):
             await asyncio.sleep(POLL_S)  # until then the ingress answers with 503
+        if schedule.scaling is not None:
+            for shape in schedule.groups:
+                serve.scale(shape, schedule.scaling)
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
         num_extra = 0
         while self.outcome.num_steps < MIN_STEPS or (
-            num_extra < MAX_EXTRA
-            and (self._faults or not all(task.done() for task in self._serving))
+            num_extra < MAX_EXTRA and (self._faults or serve.is_busy)
         ):
             arrivals = [self._extra(num_extra + i) for i in range(3)]
             num_extra += len(arrivals)
             await asyncio.gather(*map(self._client, arrivals))
-            is_serving = not all(task.done() for task in self._serving)
-            if self.fault is not None and self.fault.in_move and not is_serving:
+            if self.fault is not None and self.fault.in_move and not serve.is_busy:
                 self._drop(self.fault)  # nothing moved
             if any(replica.healthy_from > self.loop.now for replica in self.replicas):
                 await asyncio.sleep(PACE_S)  # the next fault may be meant for that one
         self._faults, self.fault = [], None
-        while not all(task.done() for task in self._serving):
+        serve.end_scaling()
+        while serve.is_busy:
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLE_S)
         for replica in self.replicas:
@@ -329,47 +319,43 @@ class World:
             await asyncio.sleep(0.5)
         for replica in self.replicas:
             self._check_rest(replica.group)
-        polling.cancel()
+        self.ingress.close()
         await asyncio.gather(*(replica.core.stop() for replica in self.replicas))
 
-    async def _poll(self) -> None:
-        """Read the board as `IngressCore` does, and take answers in any order."""
-        while True:
-            self._spawn(self._refresh())
-            await asyncio.sleep(POLL_S)
-
-    async def _refresh(self) -> None:
-        with suppress(TimeoutError):
-            self.directory.see(await self.board.poll(self.directory.known_prefixes))
-
     def _extra(self, i: int) -> Arrival:
-        is_long = bool(self._serving) and not all(task.done() for task in self._serving)
-        arrival = draw_arrival(self.rng, i, 8, has_aborts=False, is_long=is_long)
+        arrival = draw_arrival(self.rng, i, 8, has_aborts=False, is_long=self.serve.is_busy)
         return Arrival(f"x{i}", 0.0, arrival.prompt, arrival.max_tokens, arrival.stop, None)
 
     async def _client(self, arrival: Arrival) -> None:
         await asyncio.sleep(arrival.at)
+        while not self.ingress.directory.has_served:
+            await asyncio.sleep(POLL_S)  # 503
+        ingress = self.ingress
+        ingress.num_clients += 1
         self.outcome.num_requests += 1
         tokens: list[int] = []
         try:
             async with asyncio.timeout(arrival.abort_after_s):
-                await self._consume(arrival, tokens)
+                await self._consume(ingress, arrival, tokens)
         except TimeoutError:
             self.outcome.num_aborted += 1
             self.loop.after(ABORT_S, self._check_left, arrival.request_id)
         except NoLeader as error:
             self.outcome.num_refused += 1
             pool, *_ = str(error).split()
-            if self._healthy_from(pool) <= self.loop.now - MAX_PAUSE_S:
+            if self.healthy_from(pool, ingress.weights) <= self.loop.now - MAX_PAUSE_S:
                 raise Violation("given up", f"{arrival.request_id}: {error}") from error
+        finally:
+            ingress.num_clients -= 1
 
-    async def _consume(self, arrival: Arrival, tokens: list[int]) -> None:
+    async def _consume(self, ingress: SimIngress, arrival: Arrival, tokens: list[int]) -> None:
         request, reason = _request(arrival), ""
-        wanted = continuation(request, VOCAB, MAX_MODEL_LEN)
+        wanted = continuation(request, VOCAB, MAX_MODEL_LEN, ingress.weights)
         self._progress_at[arrival.request_id] = self.loop.now
-        async with aclosing(self.router.generate(request)) as outputs:
+        async with aclosing(ingress.router.generate(request)) as outputs:
             async for output in outputs:
                 self._progress_at[arrival.request_id] = self.loop.now
+                self.board.num_first_tokens += not tokens and bool(output.token_ids)
                 tokens += output.token_ids
                 self._check_move(arrival.request_id, len(tokens))
                 reason = output.finish_reason
@@ -413,7 +399,7 @@ class World:
                 raise Violation("something is left", f"{leader.name}: {found}")
             leader.check_tickets()
 
-    # --- Serve ------------------------------------------------------------------------------------
+    # --- replicas ---------------------------------------------------------------------------------
 
     def replicas_of(self, pool: str) -> list[SimReplica]:
         return [replica for replica in self.replicas if replica.pool == pool]
@@ -422,17 +408,6 @@ class World:
         """Return the replica that a fault is meant for."""
         replicas = self.replicas_of(fault.pool)
         return replicas[fault.replica % len(replicas)] if replicas else None
-
-    async def start_replica(self, shape: Shape) -> None:
-        replica = SimReplica(self, shape, self.outcome.num_replicas)
-        self.outcome.num_replicas += 1
-        self.replicas.append(replica)
-        await replica.start()
-
-    def replace(self, replicas: list[SimReplica], fault: Fault) -> None:
-        running = [replica for replica in replicas if replica.core.state != "loading"]
-        if old := [replica for replica in running if not replica.is_replaced]:
-            self._serving.append(self._spawn(replace(self, old, fault)))
 
     def on_trouble(self, until: float) -> None:
         """Something strikes that is over, and known everywhere, by then."""
@@ -443,7 +418,9 @@ class World:
 
     def has_room(self, connection: SimConnection) -> bool:
         """Return whether all that a leader runs fits into it at once."""
-        return len(connection.directory_leader._running) <= self.schedule.room
+        connections = self.connections_to(connection.rank)
+        running = [len(each.directory_leader._running) for each in connections]
+        return sum(running) <= self.schedule.room
 
     def _check_move(self, request_id: str, num_tokens: int) -> None:
         """A request has so many tokens: assert that the first one since it left somewhere does not
@@ -462,7 +439,7 @@ class World:
 
     def on_drained(self, replica: SimReplica) -> None:
         """Assert that a replica did not drain for long once there was another one."""
-        since = max(replica.drains_from, self._healthy_from(replica.pool))
+        since = max(replica.drains_from, self.healthy_from(*replica.kind))
         if replica in self._crowded or not self._is_quiet(since) or since == inf:
             return
         took_s = max(0.0, self.loop.now - since)
@@ -491,32 +468,57 @@ class World:
     def on_close(self, connection: SimConnection) -> None:
         """The ingress closes a connection that it does not know to have ended."""
         group = connection.rank.group
+        if connection.ingress.is_closed:
+            return
         if (group.pool, group.replica.number, group.epoch + 1) not in self._groups:
             raise Violation("connection not kept", connection.rank.name)
 
     def on_submit(self, connection: SimConnection, attempt: str) -> None:
-        request_id, pool = _request_of(attempt), connection.rank.group.pool
-        replica = connection.rank.group.replica
+        request_id, replica = _request_of(attempt), connection.rank.group.replica
+        if replica.shape.weights != connection.ingress.weights:
+            raise Violation("sent to other weights", f"{attempt}: {connection.rank.name}")
+        if self.schedule.routing == "cost":
+            self._check_queue(connection, attempt)
         way = self._ways.setdefault(request_id, [])
         self._check_attempt(attempt, way)
         late_from = max(self._progress_at[request_id], self._lost_by(way))
-        pause_s = max(0.0, self.loop.now - max(late_from, self._healthy_from(pool)))
+        pause_s = max(0.0, self.loop.now - max(late_from, self.healthy_from(*replica.kind)))
         if self._num_deaths[request_id] >= SHARED_DEATHS:
             pause_s = 0.0  # it may have waited for another one's trial
         self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, pause_s)
         if pause_s > MAX_PAUSE_S:
             raise Violation("too long a pause", f"{attempt}: {pause_s:.2f} s until {replica.pool}")
-        if self._must_know(replica):
+        if self.must_know(replica) and not self._is_last(replica):
             raise Violation("sent to one that drains", f"{attempt}: {connection.rank.name}")
         if attempt != self._attempts.get(request_id):
             way.clear()
             self._moved.pop(request_id, None)
         elif not self.has_room(connection):
-            self._moved.pop(request_id, None)
             self._crowded.add(way[-1].rank.group.replica)
+        if not self.has_room(connection):
+            for each in self.connections_to(connection.rank):
+                for crowded in each.directory_leader._running:
+                    self._moved.pop(_request_of(crowded), None)
         way.append(connection)
         self._attempts[request_id] = attempt
         self._progress_at[request_id] = self.loop.now
+
+    def _check_queue(self, connection: SimConnection, attempt: str) -> None:
+        """Assert that a leader that has just got a request has, as far as its ingress knows, at
+        most 1.5 times the mean queue of its pool, and a prompt."""
+        leader, pool = connection.directory_leader, connection.rank.group.pool
+        taken = leader._running[attempt]
+        offers = [each.offer(taken.stage) for each in connection.ingress.directory._able(pool)]
+        queues_s = [each.queued_tokens * min(each.token_s.values(), default=inf) for each in offers]
+        token_s = min(leader.report.token_s.values(), default=inf)
+        if token_s == inf or inf in queues_s:
+            return  # of some nothing was heard yet
+        queue_s = (leader._others_tokens + leader._uncached_tokens) * token_s
+        mean_s = (sum(queues_s) - taken.uncached_tokens * token_s) / len(queues_s)
+        self.outcome.num_judged["queues"] += len(queues_s) > 1
+        if queue_s > 1.5 * mean_s + taken.stage.num_tokens * token_s + 1e-9:
+            text = f"{attempt}: {queue_s:.3f} s, {mean_s:.3f} s on average"
+            raise Violation("too long a queue", f"{text}, at {connection.rank.name}")
 
     def _check_attempt(self, attempt: str, way: list[SimConnection]) -> None:
         """Assert that a request goes on under the same attempt until some of it is lost."""
@@ -532,9 +534,16 @@ class World:
         if end not in LOST_ENDS and all(connection.is_open for connection in way):
             raise Violation("begun again for nothing", f"{attempt}: {end}")
 
-    def _must_know(self, replica: SimReplica) -> bool:
-        """Return whether the ingress must have heard that a replica drains."""
-        known_by = max(replica.drains_from, self.board.trouble_until) + HEARD_S
+    def _is_last(self, replica: SimReplica) -> bool:
+        """Return whether others have come in place of all with its weights, so that it takes what
+        comes to the ingress that is replaced."""
+        others = {each.pool for each in self.replicas if each.shape.weights > replica.shape.weights}
+        pools = {shape.pool for shape in self.schedule.groups}
+        return others == pools and self.healthy_from(*replica.kind) == inf
+
+    def must_know(self, replica: SimReplica, late_s: float = 0.0) -> bool:
+        """Return whether an ingress must have heard that a replica drains, so long ago."""
+        known_by = max(replica.drains_from, self.board.trouble_until) + HEARD_S + late_s
         if replica.group.struck:  # a rank that is stopped holds a report up
             known_by += STATS_TIMEOUT_S
         return self.loop.now > known_by
@@ -542,8 +551,8 @@ class World:
     def on_leave(self, connection: SimConnection) -> None:
         """The ingress tells a leader to let go of what it runs."""
         replica = connection.rank.group.replica
-        others = [each for each in self.replicas_of(replica.pool) if each is not replica]
-        if all(map(self._must_know, others)):
+        others = [each for each in self.replicas if each.kind == replica.kind]
+        if all(self.must_know(each) for each in others if each is not replica):
             raise Violation("told to leave for nobody", connection.rank.name)
         if not self.has_room(connection):
             self._crowded.add(replica)
@@ -551,21 +560,23 @@ class World:
     def on_token(self, connection: SimConnection, output: EngineOutput) -> None:
         """A request has a token where it stays."""
         replica = connection.rank.group.replica
-        since = max(replica.drains_from, replica.troubled_until, self._healthy_from(replica.pool))
+        since = max(replica.drains_from, replica.troubled_until, self.healthy_from(*replica.kind))
         late_s = STATS_TIMEOUT_S if replica.group.struck else 0.0
-        if self._must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S + late_s:
+        if self.must_know(replica) and self.loop.now > since + HEARD_S + LEAVE_S + late_s:
             raise Violation("stays", f"{output.request_id} at {connection.rank.name}")
 
     def _lost_by(self, way: list[SimConnection]) -> float:
         """Return by when the ingress must know that an attempt is lost."""
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
         # One that is cut ends with the next frame, and one that drained when it lets go of what
-        # nobody could ask for: a read waits till then.
-        was_lost = self._calls_lost_until > 0.0
+        # nobody could ask for, or had room for: a read waits till then.
+        was_lost, crowded = self._calls_lost_until > 0.0, self._crowded
         at_ease = (
             each
             for each in way
-            if each.is_cut or (was_lost and each.rank.group.replica.drains_from < inf)
+            if each.is_cut
+            or each.rank.group.replica in crowded
+            or (was_lost and each.rank.group.replica.drains_from < inf)
         )
         times += [each.ended_at for each in at_ease if each.ended_at < inf]
         return max(times, default=0.0)
@@ -586,15 +597,16 @@ class World:
             holder = self._ways[request_id][-2]
             self.outcome.num_lost_moves += holder.rank.group.pool == pool
             late_from = max(holder.ended_at, self._progress_at[request_id])
-            healthy_from = self._healthy_from(holder.rank.group.pool)
+            healthy_from = self.healthy_from(*holder.rank.group.replica.kind)
             if self.loop.now - max(late_from, healthy_from) > MAX_PAUSE_S:
                 text = f"{output.request_id}: {self.loop.now - late_from:.2f} s: {output.error}"
                 raise Violation("waits for lost KV", text)
         self._progress_at[request_id] = self.loop.now
 
-    def _healthy_from(self, pool: str) -> float:
+    def healthy_from(self, pool: str, weights: int) -> float:
         """Return since when a replica has been healthy."""
-        return min((replica.healthy_from for replica in self.replicas_of(pool)), default=inf)
+        found = [each.healthy_from for each in self.replicas if each.kind == (pool, weights)]
+        return min(found, default=inf)
 
     # --- ways between processes -------------------------------------------------------------------
 
@@ -695,8 +707,10 @@ def _request(arrival: Arrival) -> GenerateRequest:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("lockstep")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("lockstep", "ray.serve")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     yield
-    logger.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

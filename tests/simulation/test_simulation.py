@@ -81,6 +81,7 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -
     wanted |= {f"struck: {kind} in a transfer" for kind in IN_TRANSFER}
     wanted |= {f"had: {what}" for what in ("aborts", "refusals", "pre-emption", "handoff")}
     wanted |= {"had: moves", "judged: moves", "judged: drains", "moves with KV: lost on its way"}
+    wanted |= {"scaled: up", "scaled: down", "judged: queues"}
     wanted |= {f"moves: {pool}" for pool in ("mixed", "prefill", "decode")}
     wanted |= {f"moves beside: {what}" for what in ("pre-emption", "a rebuild")}
     wanted |= {f"replicas: {n}" for n in (1, 2, 3)} | {"ranks: 2", f"ranks: {MAX_RANKS}"}

@@ -392,6 +392,31 @@ async def test_requests_beside_one_that_kills_its_ranks_are_served(
     assert ends == ["length", "error", "length", "length", "length"]
 
 
+async def test_a_suspect_waits_for_a_leader_before_its_trial() -> None:
+    """Else all others, of any ingress, would wait for their trials as long as it does."""
+    epochs, lock, loop = iter((1,)), FairLock(), asyncio.get_running_loop()
+
+    def die(to: ScriptedConnection) -> None:
+        to.leader.on_end("its connection ended")
+        connections.see(*(report_of(epoch=epoch) for epoch in epochs))
+
+    connections = Connections(
+        max_wait_s=0.05,
+        on_submit=lambda to, submit: loop.call_soon(die, to),
+    )
+    connections.see(report_of())
+    quarantine = Quarantine(Shared(lock, "ours"))
+    router = Router(connections.directory, "mixed", StreamBatcher(), quarantine)
+    client = asyncio.ensure_future(anext(router.generate(request_of())))
+    while not client.done():
+        assert lock.take("another")
+        lock.give_back("another")
+        await asyncio.sleep(0.01)
+    with pytest.raises(NoLeader, match="mixed pool"):
+        await client
+    assert len(connections.all) == 2, "its ranks died twice"
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_request_is_said_to_be_sent_again_when_it_is(
     leaves: bool, caplog: pytest.LogCaptureFixture
