@@ -322,7 +322,7 @@ def pid_of(name: str) -> int:
 def wait_until(
     is_done: Callable[[], object],
     what: str,
-    pause_s: float = 0.02,
+    pause_s: float = 0.1,
     told: Callable[[], object] = lambda: "that it has not",
 ) -> None:
     """Wait for something to become true; end the program when it does not."""

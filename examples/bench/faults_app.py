@@ -272,7 +272,8 @@ class Cluster:
         import ray.cluster_utils
         from ray import serve as ray_serve
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         head = {"num_cpus": 32, "object_store_memory": 200 * 2**20, "resources": {HEAD: 1000}}
         head |= {"include_dashboard": self.has_dashboard, "dashboard_port": free_port()}
         self._cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args=head)

@@ -48,7 +48,7 @@ from faults_app import (
 )
 from ray import serve as ray_serve
 
-ASKED = [*product(QUESTIONS, ("seeded", "penalties", "grammar")), *product(QUESTIONS[:3], LONG)]
+SHORT = ("seeded", "penalties", "grammar")
 ARGS = {"dtype": "float32", "O": 0, "kv_memory": "64MiB", "max_num_seqs": 32}
 ARGS |= {"log_format": "json", "drain_timeout_s": 300}
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -126,6 +126,7 @@ class Rollouts:
         wait_until(
             lambda: self._is_settled(before if is_rollout else set()),
             f"{what}: replicas {self._replicas}",
+            pause_s=0.25,
             told=self._app.ready,
         )
         settled_s = time.monotonic() - began
@@ -201,8 +202,12 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="replicas added and taken away")
     parser.add_argument("--clients", type=int, default=32, help="a quarter of them by handle")
+    parser.add_argument(
+        "--long", type=int, default=3, help="questions with a long answer, beside 18 others"
+    )
     options = parser.parse_args()
-    began, right = time.monotonic(), right_answers(ASKED)
+    asked = [*product(QUESTIONS, SHORT), *product(QUESTIONS[: options.long], LONG)]
+    began, right = time.monotonic(), right_answers(asked)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.clients} clients")
     print_row("change", "settled", "pause", "answers", "refused", "lost", "wrong")
     with (
