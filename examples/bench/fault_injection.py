@@ -24,7 +24,17 @@ import msgspec
 
 from cluster.config import Role
 from cluster.wire.group_messages import ToPeer
-from cluster.wire.messages import StepAgreement, StepKind, StepPlan, Vote, decode
+from cluster.wire.messages import (
+    KVCall,
+    KVRead,
+    KVRelease,
+    KVSource,
+    StepAgreement,
+    StepKind,
+    StepPlan,
+    Vote,
+    decode,
+)
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 
@@ -45,8 +55,8 @@ class Place(Enum):
     """A plan's transfer: a leader has sent it to half of its followers, or without followers its
     vote to its peers; a follower has received it."""
     KV = "kv"
-    """KV's transfer: a decode rank has copied blocks and not released them, a prefill rank has not
-    answered their release."""
+    """KV's transfer: a decode rank has got blocks and not released them, a prefill rank has not
+    answered their release; a link is cut that a read or a release has just been sent over."""
 
 
 class Action(Enum):
@@ -56,6 +66,8 @@ class Action(Enum):
     STOP = "SIGSTOP"
     DIVERGE = "diverge"
     """It holds the step for another one, in one field of its agreement or of its digest."""
+    CUT = "cut"
+    """It loses its connection to the holder that it reads KV from, and what was on its way."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +189,27 @@ def _strike_in_kv(rank: Any, fault: Fault) -> None:
         fault.strike(rank.heartbeat().step)
 
     match rank.context.config.role:
-        case Role.DECODE:
+        case Role.DECODE if fault.action is Action.CUT:
+            _cut_link(rank, fault)
+        case Role.DECODE:  # mapped memory, or what came over a socket
             _after(rank.transfer.puller._transport, "copy", strike)
+            _after(rank.transfer.puller._transport, "write", strike)
         case Role.PREFILL:
             _after(rank.transfer.server._holder, "release", strike)
         case Role.MIXED:
             raise ValueError("place: wanted one that a rank of a mixed pool comes to, found kv")
+
+
+def _cut_link(rank: Any, fault: Fault) -> None:
+    transport = rank.transfer.puller._transport
+
+    def cut(_: None, source: KVSource, call: KVCall) -> None:
+        if isinstance(call, KVRead | KVRelease):
+            del transport.send
+            transport.forget(source)
+            fault.tell(rank.heartbeat().step)
+
+    _after(transport, "send", cut)
 
 
 # --- divergence ---------------------------------------------------------------------------------

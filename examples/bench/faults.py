@@ -4,9 +4,15 @@
 
 Each application serves the bundled model in float32 to clients that stream without a break. A rank
 is killed, stopped, or made to disagree at a known place of a step (`fault_injection.py`), or
-struck once `/ready` tells that its group captures graphs. Where a pool has two replicas, leaders
-and replicas' own processes are struck at any time, `--times` times each, under 32 clients. Printed
-are, by strike:
+struck once `/ready` tells that its group captures graphs. Where a pool has two replicas, under
+`--clients` clients, these are struck `--times` times each:
+
+    replicas   leaders and replicas' own processes, at any time
+    transfers  a read of KV over TCP: its link is cut, its holder or its reader killed
+    followers  followers of two ranks a replica, at any time
+    nodes      a node with a replica of each pool: its raylet is killed, or it is drained
+
+Printed are, by strike:
 
     named    seconds until `/ready` named the rank
     serves   seconds until the group served again
@@ -26,22 +32,20 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fault_injection import Action, Fault, Place, arm_actor
-from faults_app import App, Asked, Cluster, Load, right_answers
+from faults_app import HEAD, App, Asked, Cluster, Load, deployed, over_http, right_answers, run_app
 
 from cluster.actors.status_board import NAMESPACE, board_name
 from cluster.wire.group_messages import StepDigest
 from cluster.wire.messages import StepAgreement
 
-TIMEOUT_S = 300.0
-ANSWERS_BETWEEN = 8
-"""Answers between strikes, so that each meets new requests: one that is lost three times fails."""
+TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Strike:
     began: float
     """By the monotonic clock."""
     replica_id: str = ""
-    """Empty for the only one."""
+    """Empty for any, where there is one."""
     step: int | None = None
     """None outside a step."""
 
@@ -92,7 +96,8 @@ class Strike:
 
 
 class Stage:
-    """A loaded application that is struck again and again."""
+    """A loaded application that is struck again and again. Between two strikes each client's
+    request ends, so that each meets new ones: one that is lost three times fails."""
 
     def __init__(self, app: App, load: Load) -> None:
         self.app = app
@@ -102,21 +107,23 @@ class Stage:
     def strike(self, target: Target, place: Place, action: Action, field: str = "") -> None:
         """Arm a rank, wait until it fails and until its group serves again; print a row."""
 
-        self.load.wait_for(ANSWERS_BETWEEN)
-        rank = target.find(self._replica(target.pool))
-        with tempfile.TemporaryDirectory() as directory:
-            note = Path(directory, "note")
-            fault = Fault(place, action, str(note), field)
-            self.load.longest_pause_s = 0.0
-            arm_actor(self._actor(target), fault)
-            wait_until(note.exists, f"{target} to come to {place.value}")
-            step, began = note.read_text().split()
-        what = f"{action.value} {field}".strip()
-        self._await_restart(Strike(target, what, place.value, rank, float(began), int(step)))
+        self.load.wait_for_each()
+        replica = self._replica(target.pool)
+        step, began = self._arm(target, replica, place, action, field)
+        what, rank = f"{action.value} {field}".strip(), target.find(replica)
+        strike = Strike(target, what, place.value, rank, began, replica["id"], step)
+        self._await_restart(strike)
+
+    def cut_link(self, target: Target) -> None:
+        """Cut the link over which a rank reads KV; nothing ends with it."""
+        self.load.wait_for_each()
+        self._arm(target, self._replica(target.pool), Place.KV, Action.CUT)
+        self.load.wait_for_each()
+        self._print(target, Action.CUT.value, Place.KV.value, "", "", "")
 
     def strike_in_capture(self, target: Target, action: Action) -> None:
         """Let a group be rebuilt, and strike a rank while it captures its graphs."""
-        self.load.wait_for(ANSWERS_BETWEEN)
+        self.load.wait_for_each()
         self.load.longest_pause_s = 0.0
         os.kill(target.find(self._replica(target.pool))["pid"], signal.SIGKILL)
         wait_until(lambda: self._replica(target.pool).get("error"), "the first strike to be named")
@@ -124,7 +131,7 @@ class Stage:
 
     def strike_beside_another(self, target: Target, action: Action) -> None:
         """Strike a rank at any time, while another replica of its pool serves."""
-        self.load.wait_for(32)
+        self.load.wait_for_each()
         replica = self._replica(target.pool)
         rank = target.find(replica)
         self.load.longest_pause_s, began = 0.0, time.monotonic()
@@ -133,22 +140,50 @@ class Stage:
 
     def strike_owner(self, pool: str) -> None:
         """Kill a replica's own process, whose ranks end with it; Serve starts another replica."""
-        self.load.wait_for(32)
-        before = {replica["id"] for replica in self._replicas(pool)}
+        self.load.wait_for_each()
+        before = self._ids(pool)
         self.load.longest_pause_s, began = 0.0, time.monotonic()
         os.kill(
             pid_of(f"ray::ServeReplica:{self.app.name}:{pool.capitalize()}Pool"), signal.SIGKILL
         )
+        self._await_replacement({pool: before}, f"{pool} owner", "SIGKILL", began)
+
+    def strike_node(self, is_drained: bool) -> None:
+        """Drain the oldest node, beside one that is to replace it, or kill its raylet, and then
+        add one. It goes when its replicas have."""
+        cluster = self.app.cluster
+        node = next(iter(cluster.nodes))
+        self.load.wait_for_each()
+        before = {pool: self._ids(pool) for pool in POOLS}
+        if is_drained:
+            cluster.add_node(ROOM)
+        self.load.longest_pause_s, began = 0.0, time.monotonic()
+        if is_drained:
+            cluster.drain_node(node, TIMEOUT_S)
+        else:
+            cluster.kill_node(node)
+            cluster.add_node(ROOM)
+        what = "drain" if is_drained else "raylet SIGKILL"
+        self._await_replacement(before, "node", what, began)
+        if is_drained:
+            cluster.kill_node(node)
+
+    def _await_replacement(
+        self, before: dict[str, set[str]], target: str, what: str, began: float
+    ) -> None:
+        """Wait until one replica of each pool has gone and another one serves; print a row."""
 
         def is_replaced() -> bool:
             status, _ = self.app.ready()
-            found = {replica["id"] for replica in self._replicas(pool)}
-            return status == 200 and len(found) == len(before) and found != before
+            found = {pool: self._ids(pool) for pool in before}
+            return status == 200 and all(
+                len(found[pool]) == len(ids) and found[pool] != ids for pool, ids in before.items()
+            )
 
-        wait_until(is_replaced, f"{pool}: another replica")
+        wait_until(is_replaced, f"{target}: other replicas", told=lambda: self.app.ready())
         serves_s = time.monotonic() - began
-        self.load.wait_for(32)
-        self._print(f"{pool} owner", "SIGKILL", "any", "", serves_s, "")
+        self.load.wait_for_each()
+        self._print(target, what, "any", "", serves_s, "")
 
     def check_leaks(self) -> None:
         """Print what ranks hold once nothing runs; the prefix cache counts as free."""
@@ -187,7 +222,7 @@ class Stage:
 
         wait_until(has_restarted, f"{strike.target} to serve again")
         serves_s = time.monotonic() - strike.began
-        self.load.wait_for(ANSWERS_BETWEEN)
+        self.load.wait_for_each()
         told_of = told(strike, named)
         self._print(strike.target, strike.what, strike.place, named_s, serves_s, told_of)
 
@@ -197,7 +232,7 @@ class Stage:
         what: str,
         place: str,
         named_s: float | str,
-        serves_s: float,
+        serves_s: float | str,
         told_of: str,
     ) -> None:
         load = self.load
@@ -218,21 +253,35 @@ class Stage:
             told_of,
         )
 
+    def _arm(
+        self, target: Target, replica: dict[str, Any], place: Place, action: Action, field: str = ""
+    ) -> tuple[int, float]:
+        """Arm a rank, wait until its fault strikes, and return the step and the time."""
+        with tempfile.TemporaryDirectory() as directory:
+            note = Path(directory, "note")
+            self.load.longest_pause_s = 0.0
+            arm_actor(self._actor(target, replica), Fault(place, action, str(note), field))
+            wait_until(note.exists, f"{target} to come to {place.value}")
+            step, began = note.read_text().split()
+        return int(step), float(began)
+
     def _replicas(self, pool: str) -> list[dict[str, Any]]:
         _, body = self.app.ready()
-        return list(body["pools"][pool]["replicas"])
+        return list(body["pools"][pool]["replicas"]) if body else []
+
+    def _ids(self, pool: str) -> set[str]:
+        return {replica["id"] for replica in self._replicas(pool)}
 
     def _replica(self, pool: str) -> dict[str, Any]:
         return next(each for each in self._replicas(pool) if each["ranks"])
 
-    def _actor(self, target: Target) -> Any:
+    def _actor(self, target: Target, replica: dict[str, Any]) -> Any:
         """Return the handle of a rank, which the application's board knows."""
         import ray
 
         board = ray.get_actor(board_name(self.app.name), namespace=NAMESPACE)
-        ranks = self._replica(target.pool)["ranks"]
-        [actors] = ray.get(board.actors.remote())[target.pool].values()
-        return actors[ranks.index(target.find({"ranks": ranks}))]
+        actors = ray.get(board.actors.remote())[target.pool][replica["id"]]
+        return actors[replica["ranks"].index(target.find(replica))]
 
 
 def strike_in_capture(app: App, target: Target, action: Action) -> Strike:
@@ -273,7 +322,7 @@ def pid_of(name: str) -> int:
 def wait_until(
     is_done: Callable[[], object],
     what: str,
-    pause_s: float = 0.02,
+    pause_s: float = 0.1,
     told: Callable[[], object] = lambda: "that it has not",
 ) -> None:
     """Wait for something to become true; end the program when it does not."""
@@ -333,11 +382,11 @@ RIGHT: dict[Asked, tuple[int, ...]] = {}
 
 
 @contextmanager
-def stage(cluster: Cluster, what: str, *arguments: str, num_clients: int = 4) -> Iterator[Stage]:
+def stage(starting: AbstractContextManager[App], num_clients: int = 4) -> Iterator[Stage]:
     """Start an application and its load, and end both; nothing may be left of what ran."""
-    with App(cluster, what, arguments) as app:
+    with starting as app:
         wait_until(app.has_started, "the application to be ready")
-        with Load(app.url, RIGHT, num_clients) as load:
+        with Load([over_http(app.url)] * num_clients, RIGHT) as load:
             struck = Stage(app, load)
             yield struck
         struck.check_leaks()
@@ -345,7 +394,7 @@ def stage(cluster: Cluster, what: str, *arguments: str, num_clients: int = 4) ->
 
 def strike_steps(group: Group, place: Place, cluster: Cluster) -> None:
     """Kill and stop each rank in a prefill, in a decode or in a plan's transfer."""
-    with stage(cluster, group.name, *group.arguments) as struck:
+    with stage(run_app(cluster, group.name, group.arguments)) as struck:
         for target in group.ranks:
             for action in (Action.KILL, Action.STOP):
                 struck.strike(target, place, action)
@@ -353,7 +402,7 @@ def strike_steps(group: Group, place: Place, cluster: Cluster) -> None:
 
 def tear_plans(cluster: Cluster) -> None:
     """Strike a leader that has sent a plan to two of its three followers."""
-    with stage(cluster, TP_4.name, *TP_4.arguments) as struck:
+    with stage(run_app(cluster, TP_4.name, TP_4.arguments)) as struck:
         for action in (Action.KILL, Action.STOP):
             struck.strike(TP_4.ranks[0], Place.PLAN, action)
 
@@ -361,7 +410,7 @@ def tear_plans(cluster: Cluster) -> None:
 def strike_pools(cluster: Cluster) -> None:
     """Strike a prefill and a decode rank, in steps and while KV is on its way."""
     prefill, decode = Target("prefill", 0, 0), Target("decode", 0, 0)
-    with stage(cluster, "pd 1 + 1", *COMMON) as struck:
+    with stage(run_app(cluster, "pd 1 + 1", COMMON)) as struck:
         for action in (Action.KILL, Action.STOP):
             struck.strike(prefill, Place.PREFILL, action)
             struck.strike(decode, Place.DECODE, action)
@@ -369,23 +418,73 @@ def strike_pools(cluster: Cluster) -> None:
             struck.strike(decode, Place.KV, action)
 
 
-def strike_replicas(cluster: Cluster, times: int) -> None:
+POOLS = ("prefill", "decode")
+PD_2 = (*COMMON, "prefill.replicas=2", "decode.replicas=2", "max_num_seqs=32")
+TP_2 = (*COMMON, *MIXED, "mixed.replicas=2", "mixed.tensor_parallel_size=2", "max_num_seqs=32")
+
+
+def strike_replicas(cluster: Cluster, times: int, num_clients: int) -> None:
     """Strike leaders, and replicas' own processes, where another replica serves."""
-    pools = "prefill", "decode"
-    arguments = *COMMON, "prefill.replicas=2", "decode.replicas=2", "max_num_seqs=32"
-    with stage(cluster, "pd 2 + 2", *arguments, num_clients=32) as struck:
+    with stage(run_app(cluster, "pd 2 + 2", PD_2), num_clients) as struck:
         for _ in range(times):
-            for pool in pools:
+            for pool in POOLS:
                 for action in (Action.KILL, Action.STOP):
                     struck.strike_beside_another(Target(pool, 0, 0), action)
                 struck.strike_owner(pool)
 
 
+def strike_transfers(cluster: Cluster, times: int, num_clients: int) -> None:
+    """Strike both ends of a read of KV over a socket, and the link between them."""
+    prefill, decode = (Target(pool, 0, 0) for pool in POOLS)
+    arguments = (*PD_2, "kv.transport=tcp")
+    with stage(run_app(cluster, "pd tcp", arguments), num_clients) as struck:
+        for _ in range(times):
+            struck.cut_link(decode)
+            struck.strike(prefill, Place.KV, Action.KILL)
+            struck.strike(decode, Place.KV, Action.KILL)
+
+
+def strike_followers(cluster: Cluster, times: int, num_clients: int) -> None:
+    """Strike followers where another replica serves."""
+    with stage(run_app(cluster, "tp 2 x 2", TP_2), num_clients) as struck:
+        for _ in range(times):
+            for action in (Action.KILL, Action.STOP):
+                struck.strike_beside_another(Target("mixed", 0, 1), action)
+
+
+ROOM = {"prefill": 1.0, "decode": 1.0}
+"""What a node has, so that it holds one replica of each pool."""
+
+
+def strike_nodes(cluster: Cluster, times: int, num_clients: int) -> None:
+    """Strike nodes that hold a replica of each pool, where another such node serves."""
+    bundle = {"CPU": 0.01}
+    deployments: list[dict[str, Any]] = [
+        {
+            "name": f"{pool.capitalize()}Pool",
+            "placement_group_bundles": [{**bundle, pool: 0.5}] * 2,
+        }
+        for pool in POOLS
+    ]
+    near = {"num_cpus": 0.01, "resources": {HEAD: 1}}
+    deployments.append({"name": "Ingress", "ray_actor_options": near})
+    for _ in range(2):
+        cluster.add_node(ROOM)
+    args = dict(each.split("=") for each in PD_2)
+    with stage(deployed(cluster, "pd nodes", args, deployments), num_clients) as struck:
+        for _ in range(times):
+            for is_drained in (False, True):
+                struck.strike_node(is_drained)
+    for node in [*cluster.nodes]:
+        cluster.kill_node(node)
+
+
 def strike_captures(group: Group, cluster: Cluster) -> None:
     """Strike ranks that capture: in a first start, which Serve repeats, and in restarts."""
-    with App(cluster, group.name, (*group.arguments, MANY_GRAPHS)) as app:
+    arguments = (*group.arguments, MANY_GRAPHS)
+    with run_app(cluster, group.name, arguments) as app:
         await_second_start(app, strike_in_capture(app, group.ranks[1], Action.KILL))
-    with stage(cluster, group.name, *group.arguments, MANY_GRAPHS) as struck:
+    with stage(run_app(cluster, group.name, arguments)) as struck:
         for action in (Action.KILL, Action.STOP):
             for target in group.ranks:
                 struck.strike_in_capture(target, action)
@@ -405,8 +504,8 @@ def await_second_start(app: App, strike: Strike) -> None:
 
     wait_until(is_ready, "the application to be ready")
     serves_s = time.monotonic() - strike.began
-    with Load(app.url, RIGHT) as load:
-        load.wait_for(ANSWERS_BETWEEN)
+    with Load([over_http(app.url)] * 4, RIGHT) as load:
+        load.wait_for_each()
     print_row(
         app.what,
         strike.target,
@@ -425,18 +524,24 @@ def await_second_start(app: App, strike: Strike) -> None:
 
 def diverge_leaders(cluster: Cluster) -> None:
     """Alter each field of what a leader agreed on with its peer."""
-    with stage(cluster, DP.name, *DP.arguments) as struck:
+    with stage(run_app(cluster, DP.name, DP.arguments)) as struck:
         for number, field in enumerate(StepAgreement.__struct_fields__):
             struck.strike(DP.ranks[number % 2], Place.DECODE, Action.DIVERGE, field)
 
 
 def diverge_followers(cluster: Cluster) -> None:
     """Alter each part of a follower's digest."""
-    with stage(cluster, TP.name, *TP.arguments) as struck:
+    with stage(run_app(cluster, TP.name, TP.arguments)) as struck:
         for field in StepDigest.__struct_fields__:
             struck.strike(TP.ranks[1], Place.DECODE, Action.DIVERGE, field)
 
 
+REPEATED: dict[str, Callable[[Cluster, int, int], None]] = {
+    "replicas": strike_replicas,
+    "transfers": strike_transfers,
+    "followers": strike_followers,
+    "nodes": strike_nodes,
+}
 SLICES: dict[str, Callable[[Cluster], None]] = {
     "tp-prefill": partial(strike_steps, TP, Place.PREFILL),
     "tp-decode": partial(strike_steps, TP, Place.DECODE),
@@ -446,7 +551,6 @@ SLICES: dict[str, Callable[[Cluster], None]] = {
     "dp-plan": partial(strike_steps, DP, Place.PLAN),
     "tp4-plan": tear_plans,
     "pd": strike_pools,
-    "replicas": partial(strike_replicas, times=3),
     "capture-tp": partial(strike_captures, TP),
     "capture-dp": partial(strike_captures, DP),
     "diverge-tp": diverge_followers,
@@ -457,17 +561,21 @@ SLICES: dict[str, Callable[[Cluster], None]] = {
 def main() -> None:
     """Run the slices that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=SLICES, default=list(SLICES))
+    names = [*SLICES, *REPEATED]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--times", type=int, default=3, help="how often replicas are struck")
+    parser.add_argument("--clients", type=int, default=32, help="of those")
     arguments = parser.parse_args()
     slices = arguments.only
-    SLICES["replicas"] = partial(strike_replicas, times=arguments.times)
     RIGHT.update(right_answers())
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}: {', '.join(slices)}")
     print_row(*COLUMNS)
-    with Cluster() as cluster:
+    with Cluster(has_dashboard="nodes" in slices) as cluster:
         for name in slices:
-            SLICES[name](cluster)
+            if name in REPEATED:
+                REPEATED[name](cluster, arguments.times, arguments.clients)
+            else:
+                SLICES[name](cluster)
 
 
 if __name__ == "__main__":
