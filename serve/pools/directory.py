@@ -463,10 +463,9 @@ class Directory:
             if self._leaders[engine_id].is_lost and engine_id not in reported:
                 del self._leaders[engine_id]  # its replica was replaced, under another name
         for leader in self._leaders.values():
-            ready = self._ready(leader.report.pool)
-            if leader.report.state == "draining" and ready:
-                kv = leader.report.hashes.kv
-                leader.leave(with_kv=any(each.report.hashes.kv == kv for each in ready))
+            told = leader.report
+            if told.state == "draining" and (ready := self._ready(told.pool)):
+                leader.leave(with_kv=any(each.report.hashes.kv == told.hashes.kv for each in ready))
         self._wake()
 
     async def choose(self, pool: str, stage: Stage) -> Chosen:

@@ -338,7 +338,7 @@ NEITHER = {
     **{"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "debug": True},
     **{"host": "::1", "port": 1},
 }
-"""Streams go on at the successor with their KV."""
+"""Streams go on at the successor with their KV, if it has a pool of that name."""
 REFUSED = {"speculative_config"}
 
 
