@@ -216,6 +216,18 @@ async def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() ->
     assert done.engines == ["prefill/r/0", "decode/r/0"]
 
 
+@pytest.mark.feature("R15")
+async def test_what_leaves_an_engine_that_drains_has_moved() -> None:
+    pools = Pools(mixed=[hand_over, finish_at(1)])
+    assert await tokens_of(pools) == [5, 7]
+    record = pools.record
+    assert (record.num_moves, record.num_attempts) == (1, 1)
+    assert [choice.engine for choice in record.choices] == ["mixed/r/0"] * 2
+    handed_over = Pools(prefill=[hand_over], decode=[finish_at(1)])
+    assert await tokens_of(handed_over) == [5, 7]
+    assert handed_over.record.num_moves == 0
+
+
 async def test_the_handoff_goes_to_a_decode_engine_and_both_are_told_of_a_client_that_leaves() -> (
     None
 ):
