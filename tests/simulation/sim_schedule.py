@@ -247,8 +247,8 @@ def draw_schedule(seed: int) -> Schedule:
 
 
 def _with_time_to_read(schedule: Schedule) -> Schedule:
-    """Let no lease end by long steps alone: a read begins some steps after its handoff."""
-    if schedule.step_s and schedule.step_s + 2 * schedule.kv_delay_s > 0.05:
+    """Let no lease end by long steps alone: a follower reads only steps after a handoff."""
+    if schedule.groups[0].tp_size > 1 and schedule.step_s + 2 * schedule.kv_delay_s > 0.06:
         return replace(schedule, lease_s=3.0)
     return schedule
 
@@ -258,7 +258,9 @@ def _with_rollout(rng: random.Random, schedule: Schedule) -> Schedule:
     faults = list(schedule.faults)
     i = next(i for i, fault in enumerate(faults) if fault.kind in DRAINS)
     successor = "after" if faults[i].successor == "after" else "before"
-    faults[i] = replace(faults[i], kind=rng.choice(ROLLOUTS), successor=successor)
+    # Nothing moves to other weights.
+    kind = ROLLOUT if any(fault.in_move for fault in faults) else rng.choice(ROLLOUTS)
+    faults[i] = replace(faults[i], kind=kind, successor=successor)
     return replace(schedule, faults=faults)
 
 
