@@ -100,6 +100,7 @@ def engines(start_shared_app: Callable[..., Any]) -> Any:
     """An application with two pools of two data-parallel engines each."""
     # In float32: another batch, and with it another order of summation, shows in bfloat16.
     options = ["dtype=float32", "enforce_eager=true", "prefill.routing=round_robin", "debug=true"]
+    options += ["single_node=true"]
     options += [f"{pool}.data_parallel_size=2" for pool in ("prefill", "decode")]
     return start_shared_app("dp", *options)
 
@@ -136,6 +137,16 @@ def test_pools_of_two_engines_each_answer_as_one_rank_does(engines: Any) -> None
         )
         assert first and first == second
         assert any(0 in step["num_scheduled_tokens"] for step in first)
+
+
+def test_ranks_listen_on_the_loopback_interface_where_there_is_but_one_node(engines: Any) -> None:
+    import ray
+
+    board = ray.get_actor("status:dp", namespace="lockstep")
+    pools = ray.get(board.actors.remote())
+    ranks = [rank for by_id in pools.values() for ranks in by_id.values() for rank in ranks]
+    hosts = ray.get([rank.__ray_call__.remote(lambda actor: actor._context.host) for rank in ranks])
+    assert hosts == ["127.0.0.1"] * 4
 
 
 def test_mailboxes_wait_for_the_tick_of_the_streams_that_run(engines: Any) -> None:
