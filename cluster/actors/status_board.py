@@ -362,6 +362,7 @@ class ReplicaBoard:
         self._app_name = app_name
         self._board: Any = None
         self._registered: list[Any] = []
+        self._heard_at = 0.0
 
     async def push(self, report: ReplicaReport, actors: list[Any]) -> dict[int, int]:
         """Push a report, or nothing while there is no board; its actors when they are new there.
@@ -375,6 +376,10 @@ class ReplicaBoard:
                 await self._board.register.remote(report.pool, report.replica_id, actors)
                 self._registered = actors
             known_prefixes: dict[int, int] = await self._board.push.remote(report)
+            now = time.monotonic()
+            if now - self._heard_at > LOST_AFTER_S / 2:
+                self._registered = []  # the board may have forgotten them meanwhile
+            self._heard_at = now
             return known_prefixes
         except (ValueError, ray.exceptions.RayError):
             self._board = None

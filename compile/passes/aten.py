@@ -7,13 +7,24 @@ writes into its arguments is wrapped in `auto_functionalized_v2`, which returns 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
-from compile.cache.inductor_private import fresh_tracing
+
+@contextmanager
+def fresh_tracing(inputs: Sequence[Any]) -> Iterator[None]:
+    """Compile outside of the tracing that is going on, with the symbols of its inputs."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = detect_fake_mode(inputs) or FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        yield
 
 
 def functional(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -27,9 +38,9 @@ def functional(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
     traced: list[fx.GraphModule] = []
 
-    def keep(graph: fx.GraphModule, _: Any) -> Any:
-        traced.append(graph)
-        return graph.forward
+    def keep(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        traced.append(gm)
+        return gm.forward
 
     with fresh_tracing(inputs), torch.no_grad():
         aot_module_simplified(

@@ -41,7 +41,7 @@ class _Storages:
         found = node.meta.get("val")
         if not isinstance(found, torch.Tensor):
             return None
-        storage = found.untyped_storage()._cdata
+        storage: int = found.untyped_storage()._cdata
         while storage in self._joined:
             storage = self._joined[storage]
         return storage

@@ -255,7 +255,8 @@ class Meter:
         self._see_starts(told["replicas"], now)
         self._see_counts(engines, told["first_tokens"], now)
         began_at, began = self._window[0]
-        passed_s = max(now - began_at, PERIOD_S)
+        # A step counts once it has ended: in a shorter time, all of a long one may count at once.
+        passed_s = max(now - began_at, WINDOW_S)
         prompts_s, decode_tokens, first_tokens = (
             new - old for new, old in zip(self._sums, began, strict=True)
         )

@@ -201,11 +201,11 @@ async def test_kv_goes_where_it_can_be_read_and_is_let_go_where_nobody_can() -> 
     connections.see(report_of("decode"), others)
     stage = Stage(request_of(), KVHandoff(7, "r", [], [], [], 2, 1, OURS.kv, 30.0), 16)
     for _ in range(3):  # however much that one has to do
-        leader = await connections.directory.choose("decode", stage)
+        leader = (await connections.directory.choose("decode", stage)).leader
         assert leader.report.replica_id == "r" and stage.at(leader) is stage
         leader.submit(stage_of(str(leader.num_requests)), mailbox_of())
     connections.see(report_of("decode", state="draining"), others)
-    leader = await connections.directory.choose("decode", stage)
+    leader = (await connections.directory.choose("decode", stage)).leader
     assert leader.report.replica_id == "new" and stage.at(leader).handoff is None
     assert leader.offer(stage) == leader.offer(stage_of())
 

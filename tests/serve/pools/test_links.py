@@ -130,7 +130,7 @@ class Ingress:
 
     async def submit(self, name: str, prompt: list[int] | None = None) -> Mailbox:
         stage, mailbox = stage_of(name, prompt), Mailbox(name, StreamBatcher())
-        leader = await self.directory.choose("mixed", stage)
+        leader = (await self.directory.choose("mixed", stage)).leader
         leader.submit(stage, mailbox)
         return mailbox
 
