@@ -42,6 +42,8 @@ STALE_S = 5.0
 """What it said longer ago is no news."""
 WINDOW_S = 30.0
 """The time over which rates are taken. Shorter ones take the chance of arrivals for a change."""
+LEAST_WINDOW_S = 10.0
+"""At first, too. A step counts once it has ended, so in a shorter time all of a long one would."""
 STEPS_KEPT_S = 600.0
 """How long step times count."""
 START_S = 30.0
@@ -255,8 +257,7 @@ class Meter:
         self._see_starts(told["replicas"], now)
         self._see_counts(engines, told["first_tokens"], now)
         began_at, began = self._window[0]
-        # A step counts once it has ended: in a shorter time, all of a long one may count at once.
-        passed_s = max(now - began_at, WINDOW_S)
+        passed_s = max(now - began_at, LEAST_WINDOW_S)
         prompts_s, decode_tokens, first_tokens = (
             new - old for new, old in zip(self._sums, began, strict=True)
         )

@@ -336,7 +336,7 @@ NEITHER = {
     **{"allowed_hosts": "me", "allowed_origins": "*", "trusted_proxies": 1, "log_format": "json"},
     **{"log_requests": "off", "otlp_traces_endpoint": "http://localhost:4317"},
     **{"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "debug": True},
-    **{"host": "::1", "port": 1},
+    **{"host": "::1", "port": 1, "single_node": True, "prefill.on_decode": "auto"},
 }
 """Streams go on at the successor with their KV, if it has a pool of that name."""
 REFUSED = {"speculative_config"}

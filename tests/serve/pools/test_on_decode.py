@@ -50,7 +50,7 @@ class Application:
         position = len(submit.request.output_token_ids)
         if to.leader.report.pool == "decode":
             return to.leader.deliver(output_of(position, [7], "length", name))
-        handoff = KVHandoff(7, name, [], [], [], 2, 1, "layout", 30.0)
+        handoff = KVHandoff(7, name, [], [], [], 2, 1, "kv", 30.0)
         output = output_of(position, [5], "handoff", name)
         to.leader.deliver(msgspec.structs.replace(output, handoff=handoff))
 
