@@ -258,7 +258,7 @@ def number(selector: str) -> str:
 
 
 TOKENS = "#figures > div:first-child .value"
-STEP = ".replica:last-child tbody .step"
+STEP = ".replica:nth-last-child(1 of .replica) tbody .step"
 SAID = "document.querySelector('#talk p:last-child > :last-child')"
 
 
