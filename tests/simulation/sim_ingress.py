@@ -78,7 +78,7 @@ LEARN_S = 1.0
 
 def hashes(weights: int) -> Hashes:
     """Return what engines of these weights tell of themselves."""
-    return Hashes(f"simulated {weights}")
+    return Hashes(f"simulated {weights}", f"KV {weights}")
 
 
 class SimIngress:

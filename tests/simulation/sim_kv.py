@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sim_ingress import hashes
 from sim_loop import Violation
 from sim_model import Cell
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = CHUNK_BYTES // 2
 """Two blocks in one answer."""
-LAYOUT = "simulated"
 WAKE_S = 0.0001
 """Until a thread does what it was asked to."""
 
@@ -63,7 +63,8 @@ def handoff_terms(group: SimGroup, dp_rank: int) -> HandoffMetadata:
     sources = []
     for tp_rank in range(group.tp_size):
         sources.append(kv_source(group, tp_rank, dp_rank * group.tp_size + tp_rank))
-    return HandoffMetadata(sources, BLOCK_BYTES, LAYOUT, group.schedule.lease_s)
+    kv_hash = hashes(group.replica.shape.weights).kv
+    return HandoffMetadata(sources, BLOCK_BYTES, kv_hash, group.schedule.lease_s)
 
 
 class SimThread:
