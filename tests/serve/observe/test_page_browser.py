@@ -304,7 +304,7 @@ def test_the_chat_is_used_by_keyboard_and_its_answer_grows(
     )
     page.press("Enter")
     page.wait_for("document.querySelector('#pace').textContent.includes('tokens')")
-    assert page.value(f"{SAID}.textContent.length") > 20
+    assert page.value(f"{SAID}.textContent.length") > 10
     # Whole answers would show at most two: nothing, and all.
     assert len(page.value("[...lengths]")) > 3
     assert page.value("document.activeElement.id") == "question"
