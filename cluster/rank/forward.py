@@ -404,7 +404,7 @@ class StepForward:
             batch,
             num_seqs,
             mode,
-            agreed.batch if is_full else agreed.batch.graph_key(mode),
+            agreed.batch.graph_key(mode),
             is_dummy_run=not num_seqs,
             num_tokens_across_dp=agreed.num_tokens_across_dp,
         )
