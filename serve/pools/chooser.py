@@ -84,6 +84,8 @@ class Offer:
     num_beside: int = 0
     """Sequences that get no token while a prompt is computed there: those of all engines that step
     together."""
+    is_old: bool = False
+    """Whether `token_s` is from before a long time with nothing to do."""
 
 
 class Chooser:
@@ -160,14 +162,15 @@ def prefilled_on_decode(
     if not decode or (prefill and (transfer_s is None or num_steps <= 1)):
         return None  # what has all its tokens from its prefill is not handed over
     prefill_s = _prompt_s(prefill)
-    # Its steps are small until it has computed prompts: until then it is taken to be like others.
+    # Its steps are small until it has computed prompts.
     measured_s = [
         min(offer.token_s.values())
         if _has_run(offer, min(offer.uncached_tokens, max_step_tokens))
         else None
         for offer in decode
     ]
-    prompt_s = _filled_in(measured_s, sum(prefill_s) / len(prefill_s) if prefill else 1.0)
+    mean_s = sum(prefill_s) / len(prefill_s) if prefill else 1.0
+    prompt_s = _expected(decode, measured_s, mean_s)
     there = {
         i: cost + decode[i].num_beside * decode[i].uncached_tokens * prompt_s[i]
         for i, cost in _costs(decode, num_tokens, num_steps, prompt_s).items()
@@ -184,9 +187,8 @@ def _costs(
     offers: Sequence[Offer], num_tokens: int, num_steps: int, prompt_s: Sequence[float]
 ) -> dict[int, float]:
     """Return the seconds that a request costs at each leader that is a candidate."""
-    step_s = _filled_in(
-        [seconds_of(offer.token_s, offer.num_requests + 1) for offer in offers], max(prompt_s)
-    )
+    measured_s = [seconds_of(offer.token_s, offer.num_requests + 1) for offer in offers]
+    step_s = _expected(offers, measured_s, max(prompt_s))
     queue_s = [
         (offer.queued_tokens + offer.uncached_tokens) * token_s
         for offer, token_s in zip(offers, prompt_s, strict=True)
@@ -222,7 +224,7 @@ def _why(offers: Sequence[Offer], are_equal: bool) -> Why:
 
 def _prompt_s(offers: Sequence[Offer]) -> list[float]:
     """Return how long a token of a prompt takes at each leader: as in its best steps."""
-    return _filled_in([min(offer.token_s.values(), default=None) for offer in offers], 1.0)
+    return _expected(offers, [min(offer.token_s.values(), default=None) for offer in offers], 1.0)
 
 
 def _has_run(offer: Offer, num_tokens: int) -> bool:
@@ -230,12 +232,23 @@ def _has_run(offer: Offer, num_tokens: int) -> bool:
     return max(offer.token_s, default=0) >= num_tokens.bit_length()
 
 
-def _filled_in(measured: Sequence[float | None], default: float) -> list[float]:
-    """Return seconds with the mean of others where nothing was measured yet; the default if nothing
-    was anywhere."""
+def _expected(
+    offers: Sequence[Offer], measured: Sequence[float | None], default: float
+) -> list[float]:
+    """Return what was measured at each leader. Where nothing was yet, a leader is taken to be like
+    the best of the others, and where it was long ago to be no worse: one that was held up when it
+    last ran would not be tried again as long as others have room."""
     known = [seconds for seconds in measured if seconds is not None]
-    mean_s = sum(known) / len(known) if known else default
-    return [mean_s if seconds is None else seconds for seconds in measured]
+    lately = [
+        seconds
+        for offer, seconds in zip(offers, measured, strict=True)
+        if seconds is not None and not offer.is_old
+    ]
+    best = min(lately or known, default=default)
+    return [
+        best if seconds is None else min(seconds, best) if offer.is_old and lately else seconds
+        for offer, seconds in zip(offers, measured, strict=True)
+    ]
 
 
 def seconds_of(token_s: Mapping[int, float], num_rows: int) -> float | None:

@@ -59,6 +59,8 @@ MAX_EXPECTED = 1024
 hold up the event loop for milliseconds."""
 MAX_SETTLING = 1024
 """Requests of a leader that may be in no report yet."""
+IDLE_REPORTS = 40
+"""So many reports after it last had something to do, ten seconds, what a leader measured is old."""
 MAX_UNMEASURED = 100
 """Prompts that may be computed where they decode between two transfers that are measured."""
 
@@ -187,6 +189,8 @@ class Leader:
         self._settling: deque[tuple[int, _Taken]] = deque()
         """Those that left the queue and may be in no report yet, with the last one's number."""
         self._num_reports = 0
+        self._busy_until = 0
+        """The number of the last report at which it had something to do."""
         self._num_tokens = 0
         """Of those that run, as they came; the next two are of those queued."""
         self._uncached_tokens = 0
@@ -247,6 +251,8 @@ class Leader:
         self._others_tokens = max(0, report.load.num_queued_tokens - ours)
         self._queue_peaks.append(self._queued_tokens)
         self._num_reports += 1
+        if self.num_requests:
+            self._busy_until = self._num_reports
         while self._settling and self._settling[0][0] <= self._num_reports - REPORT_AGE:
             self._settle()
 
@@ -266,6 +272,7 @@ class Leader:
             used_blocks=load.num_blocks - max(0, num_free),
             # Those of a leader that was not asked for its load yet are unknown.
             missing_blocks=num_missing if load.num_blocks else 0,
+            is_old=self._num_reports - self._busy_until > IDLE_REPORTS,
         )
 
     def _num_uncached(self, stage: Stage) -> int:
@@ -285,6 +292,7 @@ class Leader:
         queued_tokens = stage.num_tokens if stage.handoff is None else 0
         num_blocks = _num_blocks(stage, uncached_tokens)
         now = asyncio.get_running_loop().time()
+        self._busy_until = self._num_reports
         taken = _Taken(stage, to, uncached_tokens, queued_tokens, num_blocks, now)
         self._running[request_id] = self._queued[request_id] = taken
         self._num_tokens += stage.num_tokens

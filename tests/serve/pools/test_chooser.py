@@ -217,6 +217,25 @@ def test_a_step_that_was_held_up_once_keeps_nobody_idle() -> None:
 # --- why ---
 
 
+@pytest.mark.feature("P08")
+def test_what_was_measured_long_ago_or_never_is_as_good_as_the_best_of_the_others() -> None:
+    slow = Offer("decode/a/0", token_s={1: 0.5})
+    best = Offer("decode/b/0", num_requests=3, token_s={1: 0.02, 3: 0.005})
+    good = Offer("decode/c/0", num_requests=3, token_s={1: 0.03, 3: 0.008})
+
+    def tried(*offers: Offer) -> bool:
+        found = {chosen_of([*offers, best, good], f"r{i}", 100).engine_id for i in range(40)}
+        assert best.engine_id in found and good.engine_id not in found
+        return offers[0].engine_id in found
+
+    assert not tried(slow)
+    assert tried(replace(slow, is_old=True))
+    assert tried(replace(slow, token_s={}))
+    # Where nobody has run lately, there is nothing better to go by.
+    everyone = [replace(offer, num_requests=0, is_old=True) for offer in (slow, best)]
+    assert {chosen_of(everyone, f"r{i}", 100).engine_id for i in range(40)} == {best.engine_id}
+
+
 @pytest.mark.feature("R19")
 def test_a_choice_says_why_it_was_made() -> None:
     def why(*offers: Offer, routing: Routing = Routing.COST) -> Why:

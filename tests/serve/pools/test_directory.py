@@ -15,7 +15,7 @@ from cluster.wire.credentials import Hashes
 from cluster.wire.messages import MAX_ABORTS, PROTOCOL_VERSION, Hello, KVHandoff, Leave
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import NoLeader, Stage
+from serve.pools.directory import IDLE_REPORTS, NoLeader, Stage
 from serve.pools.mailbox import Mailbox
 
 
@@ -98,6 +98,32 @@ async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
     connections.see(report_of(state="draining"), others())
     assert await chosen(connections, 2) == ["mixed/r/0"] * 2
     assert not [each for each in connections["mixed/r/0"].sent if isinstance(each, Leave)]
+
+
+@pytest.mark.feature("P08")
+async def test_a_leader_that_was_slow_is_tried_again_once_it_has_long_been_idle() -> None:
+    connections = Connections({"mixed": Routing.COST})
+    slow = replace(report_of(replica="slow"), token_s={1: 0.5})
+    fast = replace(report_of(replica="fast", load=(1, 0)), token_s={1: 0.01, 2: 0.01})
+
+    async def taken() -> set[str]:
+        """Return who gets some of many requests that may go to either."""
+        stages = [stage_of(f"r{i}") for i in range(40)]
+        found = [await connections.directory.choose("mixed", stage) for stage in stages]
+        return {each.leader.report.replica_id for each in found}
+
+    for _ in range(IDLE_REPORTS + 1):
+        connections.see(slow, fast)
+        assert await taken() == {"fast"}
+    connections.see(slow, fast)
+    assert await taken() == {"fast", "slow"}
+    stage, mailbox = stage_of("first"), mailbox_of("first")
+    leaders = {each.report.replica_id: each for each in connections.directory._able("mixed")}
+    leaders["slow"].submit(stage, mailbox)
+    assert await taken() == {"fast"}, "it is being measured"
+    leaders["slow"].abort("first")
+    connections.see(replace(slow, token_s=fast.token_s), fast)
+    assert await taken() == {"slow"}, "it has nothing to do"
 
 
 @pytest.mark.feature("P08")
