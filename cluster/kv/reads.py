@@ -25,7 +25,7 @@ MAX_CHUNK_BLOCKS = 4096
 """In one call, which names each: together less than one part of a message may have."""
 ABORTED = "aborted"
 ANSWER_TIMEOUT_S = 5.0
-"""A holder that is silent this long is taken for dead: its thread does nothing but answer."""
+"""A holder whose thread is silent this long is taken for dead: it does nothing but answer."""
 
 
 def max_chunk_blocks(block_bytes: int) -> int:
@@ -48,7 +48,8 @@ class ReadTransport(Protocol):
         """Write an answer's bytes into blocks of ours; ValueError, first: they do not fit."""
 
     def forget(self, source: KVSource) -> None:
-        """Let go of a holder that is taken for dead: its memory, its connection."""
+        """Let go of a holder that is taken for dead: its memory, its connection. The next call to
+        it makes new ones."""
 
 
 @dataclass
@@ -159,6 +160,14 @@ class KVPulls:
                 self.num_reads += 1
                 self.read_s += self._clock() - pull.started_at
             self._finish(pull)
+
+    def on_lost(self, source: KVSource, why: str) -> None:
+        """The connection to a holder has ended, and every call on it that was not answered."""
+        for pull in list(self._pulls.values()):
+            if pull.source == source and pull.awaited:
+                pull.error = pull.error or f"kv source {source.address}: {why}"
+                self._finish(pull)
+        self._transport.forget(source)
 
     def on_tick(self) -> None:
         """Renew the leases that are due and give up on silent holders. Calls queue and are answered

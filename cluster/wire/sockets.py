@@ -42,6 +42,14 @@ HANDSHAKE_S = 5.0
 """From a connection to the end of its handshake: milliseconds, unless a machine swaps."""
 KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3
 """An idle connection between nodes is probed this often, and given up after this many failures."""
+CONNECTION_ENDS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""What a monitor tells when a connection is refused or lost: what was sent may never arrive."""
 
 S = TypeVar("S", bound=zmq.Socket[Any])
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
 from cluster.config import Role
 from cluster.wire.group_messages import ToPeer
@@ -206,10 +208,19 @@ def _cut_link(rank: Any, fault: Fault) -> None:
     def cut(_: None, source: KVSource, call: KVCall) -> None:
         if isinstance(call, KVRead | KVRelease):
             del transport.send
-            transport.forget(source)
+            cut_connections(source.address)
             fault.tell(rank.heartbeat().step)
 
     _after(transport, "send", cut)
+
+
+def cut_connections(endpoint: str) -> None:
+    """End this process's connections to an endpoint, as a network does that fails."""
+    port = int(endpoint.rpartition(":")[2])
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port:
+            with socket.socket(fileno=os.dup(connection.fd)) as link:
+                link.shutdown(socket.SHUT_RDWR)
 
 
 # --- divergence ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import GIVEN_UP, EngineOutput, FrameError, OutputFrame, decode
 from cluster.wire.sockets import (
+    CONNECTION_ENDS,
     CurveHandshake,
     connect_to,
     connecting_socket,
@@ -44,13 +45,6 @@ SILENT_S = 1.0
 LINGER_MS = 100
 MAX_SOCKETS = 4096
 """Of the context; a connection takes six, with the monitors of its two."""
-_ENDS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class LeaderLinks:
@@ -108,7 +102,9 @@ class _Link:
     ) -> None:
         self._frames = frames
         self._credentials = credentials
-        self._monitors = {socket: socket.get_monitor_socket(_ENDS) for socket in (frames, pulse)}
+        self._monitors = {
+            socket: socket.get_monitor_socket(CONNECTION_ENDS) for socket in (frames, pulse)
+        }
         for socket in self._monitors:
             connect_to(socket, inbox)
         loop = asyncio.get_running_loop()

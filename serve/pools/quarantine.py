@@ -19,7 +19,10 @@ from typing import Protocol
 from cluster.wire.messages import FinishReason
 
 MAX_LOSSES = 3
-"""Losses of KV or outputs in a row, while ranks are alive, after which a request fails."""
+"""Losses of KV or outputs in a row, while ranks are alive, after which a request fails, but not
+before `LOSING_S` have passed since the first."""
+LOSING_S = 10.0
+"""A connection that is cut may be cut again within milliseconds, for as long as a network fails."""
 SHARED_DEATHS = 2
 """Deaths of a request's ranks that any request beside it may have caused."""
 MAX_FAILED_TRIALS = 2
@@ -39,6 +42,7 @@ class CrashHistory:
 
     def __init__(self) -> None:
         self._num_lost = self._num_deaths = self._num_failed_trials = self._num_new_tokens = 0
+        self._losing_since = self._lost_at = 0.0
         self._end: Callable[[], None] | None = None
 
     def __str__(self) -> str:
@@ -46,12 +50,15 @@ class CrashHistory:
             return f"its ranks died {self._num_deaths} times"
         return f"lost {self._num_lost} times on its way"
 
-    def add(self, reason: FinishReason) -> None:
+    def add(self, reason: FinishReason, now: float) -> None:
+        """Note how an attempt ended, at a time in seconds."""
         self._num_new_tokens = 0
         if reason == FinishReason.DIED:
             self._num_deaths += 1
             self._num_failed_trials += self.is_on_trial
         else:
+            self._losing_since = self._losing_since if self._num_lost else now
+            self._lost_at = now
             self._num_lost += 1
 
     @property
@@ -62,7 +69,9 @@ class CrashHistory:
     @property
     def is_too_long(self) -> bool:
         """Whether the request fails instead of being submitted again."""
-        return self._num_lost >= MAX_LOSSES or self._num_failed_trials >= MAX_FAILED_TRIALS
+        is_losing = self._lost_at - self._losing_since >= LOSING_S
+        is_lost = is_losing and self._num_lost >= MAX_LOSSES
+        return is_lost or self._num_failed_trials >= MAX_FAILED_TRIALS
 
     @property
     def is_on_trial(self) -> bool:

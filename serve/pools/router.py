@@ -40,7 +40,7 @@ log = logging.getLogger("lockstep.router")
 
 HASHED_AT_ONCE = 64
 """Blocks of a prompt that are hashed in the event loop."""
-MAX_PAUSE_S = 2.0
+MAX_PAUSE_S = 0.5
 """The longest pause between attempts; the first ones are shorter."""
 
 GOES_ON = (FinishReason.HANDOFF, FinishReason.MOVED)
@@ -101,7 +101,7 @@ class Router:
                         if output.finish_reason:
                             return
                 record.on_lost(str(output.finish_reason))
-                history.add(output.finish_reason)
+                history.add(output.finish_reason, asyncio.get_running_loop().time())
             if history.is_too_long:
                 ends = map(self._directory.last_end, record.attempts[-1].engines)
                 error = "; ".join((f"{history}, at last: {output.error}", *filter(None, ends)))

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sim_ingress import hashes
+from sim_ingress import RESET_S, hashes
 from sim_loop import Violation
 from sim_model import Cell
 
@@ -36,6 +36,8 @@ BLOCK_BYTES = CHUNK_BYTES // 2
 """Two blocks in one answer."""
 WAKE_S = 0.0001
 """Until a thread does what it was asked to."""
+TOLD_SHARE = 0.5
+"""Of what is lost: so often a reader is told that its connection ended, else it waits in vain."""
 
 Block = list[Cell | None]
 
@@ -165,6 +167,7 @@ class SimPuller(KVPuller):
         self.address = kv_address(group, rank.index)
         self._ids = CallIds()
         self._answers: list[tuple[KVSource, KVAnswer, list[Any]]] = []
+        self._lost: list[tuple[KVSource, str]] = []
         self._transport: Any = self
         self._commands, self._finished = SimpleQueue(), SimpleQueue()
         self._doorbell: Any = SimpleNamespace(ring=ring)
@@ -177,13 +180,18 @@ class SimPuller(KVPuller):
         """Put a holder's answer on its way. Called on the holder's thread."""
         call = self._rank.process.call
         sender = source.address
-        self._world.send_kv(sender, self.address, call, self._take, source, answer, blocks)
+        if not self._world.send_kv(sender, self.address, call, self._take, source, answer, blocks):
+            self._notice(source)
 
     def _take(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
         self._answers.append((source, decode(answer, KVAnswer), blocks))
         self._thread.run()
 
     # --- what the reads need of the world ---------------------------------------------------------
+
+    def take_lost(self) -> list[tuple[KVSource, str]]:
+        lost, self._lost = self._lost, []
+        return lost
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[Any]]]:
         answers, self._answers = self._answers, []
@@ -193,7 +201,18 @@ class SimPuller(KVPuller):
         holder = self._world.rank_at(source.address)
         self._rank.group.on_transfer(self._rank, holder)
         args = self, self._ids.next(), encode(call)
-        self._world.send_kv(self.address, source.address, holder.server.on_call, *args)
+        if not self._world.send_kv(self.address, source.address, holder.server.on_call, *args):
+            self._notice(source)
+
+    def _notice(self, source: KVSource) -> None:
+        """Something to or from a holder is lost: mostly with the connection, whose end is told."""
+        rng, loop = self._world.rng, self._rank.group.loop
+        if rng.random() < TOLD_SHARE:
+            loop.after(RESET_S * rng.random(), self._rank.process.call, self._lose, source)
+
+    def _lose(self, source: KVSource) -> None:
+        self._lost.append((source, "the connection ended"))
+        self._thread.run()
 
     def is_mapped(self, source: KVSource) -> bool:
         return self._world.schedule.is_mapped

@@ -615,10 +615,13 @@ class World:
         *group, index = place_of(address)
         return self._groups[tuple(group)].ranks[index]  # type: ignore[index]
 
-    def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
+    def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> bool:
+        """Send something between a reader and a holder; return whether it is not lost."""
         at = self.arrival((sender, receiver), self.schedule.kv_delay_s)
-        if self.loop.now >= self._calls_lost_until:
+        is_lost = self.loop.now < self._calls_lost_until
+        if not is_lost:
             self.loop.at(at, call, *args)
+        return not is_lost
 
     def lose_calls(self, duration_s: float) -> None:
         self._calls_lost_until = self.loop.now + duration_s

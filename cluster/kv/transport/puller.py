@@ -23,6 +23,7 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
 from cluster.wire.sockets import (
+    CONNECTION_ENDS,
     MAX_PART_BYTES,
     Doorbell,
     connect_to,
@@ -113,6 +114,8 @@ class KVPuller:
             command()
         for source, answer, blocks in self._transport.receive():
             self.reads.on_answer(source, answer, blocks)
+        for source, why in self._transport.take_lost():
+            self.reads.on_lost(source, why)
         self.reads.on_tick()
         for result in self.reads.take_finished():
             self._finished.put(result)
@@ -140,6 +143,7 @@ class _Transport:
         self._ids = CallIds()
         self._holders: OrderedDict[KVSource, _Holder] = OrderedDict()
         """By source, whose process never comes again; the last used at the end."""
+        self._lost: list[tuple[KVSource, str]] = []
 
     def send(self, source: KVSource, call: KVCall) -> None:
         self._holder(source).send(call)
@@ -151,12 +155,19 @@ class _Transport:
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, holder in list(self._holders.items()):
             try:
-                answers += [(source, *answered) for answered in holder.receive()]
+                answers += (new := [(source, *answered) for answered in holder.receive()])
+                if not new and holder.has_ended:
+                    self._lost.append((source, "the connection ended"))
             except FrameError as error:
-                # That process is not the one that issued the handoff; its reads end by time-out.
+                # That process is not the one that issued the handoff.
                 log.error("kv answer from %s: %s; it is heard no more", source.address, error)
-                self.forget(source)
+                self._lost.append((source, str(error)))
         return answers
+
+    def take_lost(self) -> list[tuple[KVSource, str]]:
+        """Return the sources whose connections were found to have ended, and why."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def is_mapped(self, source: KVSource) -> bool:
         if self._transport == "tcp" or not self.store.is_on_host:
@@ -180,11 +191,12 @@ class _Transport:
     def forget(self, source: KVSource) -> None:
         if (holder := self._holders.pop(source, None)) is not None:
             self.poller.unregister(holder.socket)
-            holder.socket.close(linger=0)
+            self.poller.unregister(holder.monitor)
+            holder.close(linger=0)
 
     def close(self) -> None:
         for holder in self._holders.values():
-            holder.socket.close()
+            holder.close()
 
     def _may_map(self, source: KVSource) -> bool:
         """Return whether a source's memory is not closed to us, as that of another user is."""
@@ -222,6 +234,7 @@ class _Transport:
                 block_bytes=self.store.block_bytes,
             )
             self.poller.register(holder.socket, zmq.POLLIN)
+            self.poller.register(holder.monitor, zmq.POLLIN)
         self._holders.move_to_end(source)
         holder.used_at = time.monotonic()
         return holder
@@ -267,10 +280,11 @@ class _Holder:
             max_part_bytes=max(block_bytes, MAX_PART_BYTES),
         )
         self.socket.linger = 1000
+        self.monitor = self.socket.get_monitor_socket(CONNECTION_ENDS)
         try:
             connect_to(self.socket, source.address)
         except zmq.ZMQError as error:
-            self.socket.close(linger=0)
+            self.close(linger=0)
             raise OSError(f"wanted an address to connect to: {error}") from error
 
     def send(self, call: KVCall) -> None:
@@ -291,6 +305,16 @@ class _Holder:
             if answers[-1][1]:
                 break
         return answers
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection was refused, or has ended since it was made."""
+        return bool(self.monitor.poll(0))
+
+    def close(self, linger: int | None = None) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger)
 
     def _read(self, frames: list[zmq.Frame]) -> tuple[KVAnswer, list[memoryview]]:
         if len(frames) < 3:

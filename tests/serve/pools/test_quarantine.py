@@ -42,7 +42,7 @@ class Shared:
 def suspect() -> CrashHistory:
     history = CrashHistory()
     while not history.is_suspect:
-        history.add(FinishReason.DIED)
+        history.add(FinishReason.DIED, 0.0)
     return history
 
 

@@ -309,13 +309,29 @@ def twice(run: Run) -> None:
     ],
 )
 async def test_a_request_that_cannot_be_served_ends_with_the_reason(
-    script: Script, num_attempts: int, error: str
+    script: Script, num_attempts: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the reason of the ranks' end as well, where the board has told of it."""
+    monkeypatch.setattr(quarantine_module, "LOSING_S", 0.0)
     pools = Pools(mixed=[script])
     last = (await pools.serve())[-1]
     assert (last.finish_reason, last.error) == ("error", error)
     assert len(pools.received["mixed"]) == num_attempts
+
+
+@pytest.mark.feature("P07")
+async def test_a_request_that_is_lost_again_and_again_fails_only_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A network that fails for a moment cuts each new connection at once."""
+    monkeypatch.setattr(quarantine_module, "LOSING_S", 1.0)
+    pools = Pools(mixed=[lose])
+    began = asyncio.get_running_loop().time()
+    last = (await pools.serve())[-1]
+    assert asyncio.get_running_loop().time() - began >= 1.0
+    num_attempts = len(pools.received["mixed"])
+    assert num_attempts > 3
+    assert last.error.startswith(f"lost {num_attempts} times on its way, at last: ")
 
 
 async def test_a_request_that_no_leader_takes_in_time_raises_and_another_stage_lets_go() -> None:

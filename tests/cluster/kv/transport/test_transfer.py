@@ -22,12 +22,13 @@ from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport import puller as puller_module
 from cluster.kv.transport.puller import KVPuller
-from cluster.kv.transport.server import KVServer
+from cluster.kv.transport.server import KVServer, ProvedCall
 from cluster.kv.transport.store import SharedMemory
 from cluster.kv.transport.thread import KVThreadDied
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff, KVRenew, KVSource, decode, encode
 from cluster.wire.sockets import Doorbell, node_id
+from examples.bench.fault_injection import cut_connections
 from model.kv_cache import KVCacheSpec
 
 NUM_BLOCKS = 40
@@ -288,10 +289,9 @@ def one_port(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_port")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_handoff_of_a_dead_holder_is_refused_by_whoever_got_its_port(
-    make_pair: MakePair, transport: str, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, transport: str
 ) -> None:
     """Its numbers are those of a handoff that lives there: handoff 1, block 4, generation 7."""
-    monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", 0.5)
     old = make_pair(transport, epoch=1)
     stale = old.hold(4)
     old.puller.expect("r", stale)
@@ -301,7 +301,7 @@ def test_a_handoff_of_a_dead_holder_is_refused_by_whoever_got_its_port(
     old.puller.start("r", stale, [0], [4])
     result = old.finished()
     assert not result.ok
-    assert f"kv source {new.server.address}: no answer" in result.error
+    assert f"kv source {new.server.address}: the connection ended" in result.error
     assert (new.server.num_held, new.server.bytes_sent) == (1, 0)
 
 
@@ -315,6 +315,37 @@ def test_the_memory_of_a_dead_holder_is_not_read_for_whoever_got_its_port(
     new = make_pair("shm", epoch=2)
     assert old.read(new.hold(4), 4).ok
     assert torch.equal(old.target[4], new.source[4])
+
+
+@pytest.mark.feature("P17")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_connection_that_is_cut_ends_what_waits_on_it_and_the_next_read_makes_another(
+    make_pair: MakePair, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(transport)
+    assert pair.read(pair.hold(4), 4).ok
+    answer, may_answer = pair.server._answer, threading.Event()
+
+    def answer_late(proved: ProvedCall) -> None:
+        may_answer.wait(60)
+        answer(proved)
+
+    monkeypatch.setattr(pair.server, "_answer", answer_late)
+    later = pair.hold(7)
+    pair.puller.expect("later", later)
+    for block in (5, 6):
+        pair.start(pair.hold(block), block, name=str(block))
+    pulls = pair.puller.reads._pulls
+    wait_for(lambda: len(pulls) == 3 and pulls["5"].awaited and pulls["6"].awaited)
+    cut_connections(pair.server.address)
+    ended: list[ReadEnded] = []
+    wait_for(lambda: ended.extend(pair.puller.take_finished()) or len(ended) == 2)
+    error = f"kv source {pair.server.address}: the connection ended"
+    assert [each.error for each in ended] == [error, error]
+    may_answer.set()
+    pair.puller.start("later", later, [0], [7])
+    assert pair.finished().ok
+    assert torch.equal(pair.target[7], pair.source[7])
 
 
 def test_a_holder_that_is_gone_keeps_no_reader_from_its_work(make_pair: MakePair) -> None:
