@@ -49,7 +49,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from serve.pools.directory import Directory, Leader, Stage
+from serve.pools.directory import Chosen, Directory, Leader, Stage
 from serve.pools.pool_core import PoolCore
 from serve.pools.scaling import Meter, Signals
 
@@ -311,13 +311,13 @@ class _UsesStaleEntries(Directory):
 
 @planted("directory", "a bound on queues that is removed", is_by_cost)
 class _BoundsNoQueue(Directory):
-    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Leader:
+    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Chosen:
         offers = [leader.offer(stage) for leader in leaders]
         num_outputs = 0 if pool == "prefill" else stage.max_outputs
-        i = self._choosers[pool].choose(
+        place, why = self._choosers[pool].choose(
             offers, stage.request.request_id, MAX_MODEL_LEN**2, num_outputs
         )
-        return leaders[i]
+        return Chosen(leaders[place], why, 0)
 
 
 @planted("directory", "a leader chosen that drains")
