@@ -18,16 +18,18 @@ from ray import serve as ray_serve
 class Summer:
     """An app of its own that asks Lockstep for sums."""
 
+    def __init__(self) -> None:
+        # Kept: while a deploy builds Lockstep anew, Serve says for seconds that it does not exist.
+        self._lockstep = ray_serve.get_app_handle(os.environ.get("LOCKSTEP_APP", "default"))
+
     async def add(self, a: int, b: int) -> str:
         """Return the answer in one piece."""
-        lockstep = ray_serve.get_app_handle(os.environ.get("LOCKSTEP_APP", "default"))
-        body = await lockstep.chat.remote(_question(a, b))
+        body = await self._lockstep.chat.remote(_question(a, b))
         return str(body["choices"][0]["message"]["content"])
 
     async def add_streamed(self, a: int, b: int) -> list[str]:
         """Return the answer's deltas as they came."""
-        lockstep = ray_serve.get_app_handle(os.environ.get("LOCKSTEP_APP", "default"))
-        chunks = lockstep.options(stream=True).stream_chat.remote(_question(a, b))
+        chunks = self._lockstep.options(stream=True).stream_chat.remote(_question(a, b))
         return [
             choice["delta"].get("content") or ""
             async for chunk in chunks

@@ -49,8 +49,9 @@ from faults_app import (
 from ray import serve as ray_serve
 
 SHORT = ("seeded", "penalties", "grammar")
-ARGS = {"dtype": "float32", "O": 0, "kv_memory": "64MiB", "max_num_seqs": 32}
-ARGS |= {"log_format": "json", "drain_timeout_s": 300}
+ARGS = {"dtype": "float32", "O": 0, "max_num_seqs": 32, "log_format": "json"}
+# Room for every stream: one that is pre-empted pauses as well.
+ARGS |= {"kv_memory": "512MiB", "drain_timeout_s": 300}
 CHANGES: tuple[dict[str, Any], ...] = (
     {"max_queue_wait_s": 90},
     {"max_num_seqs": 31},
@@ -64,21 +65,24 @@ POOLS = ("decode", "prefill")
 
 @ray_serve.deployment(ray_actor_options={"num_cpus": 0.01}, max_ongoing_requests=1000)
 class Asker:
-    """Another app, which asks by handle."""
+    """Another app, which asks by a handle that it keeps."""
 
-    async def ask(self, app: str, body: dict[str, Any]) -> Any:
-        lockstep = ray_serve.get_app_handle(app)
-        async for chunk in lockstep.options(stream=True).stream_chat.remote(body):
+    def __init__(self, app: str) -> None:
+        self._lockstep = ray_serve.get_app_handle(app).options(stream=True)
+
+    async def ask(self, body: dict[str, Any]) -> Any:
+        async for chunk in self._lockstep.stream_chat.remote(body):
             yield chunk
 
 
 def by_handle(app: App) -> Ask:
     """Ask an application from another one."""
-    handle = ray_serve.run(Asker.bind(), name="asker", route_prefix=None).options(stream=True)
+    asker = ray_serve.run(Asker.bind(app.name), name="asker", route_prefix=None)
+    handle = asker.options(stream=True)
 
     def ask(body: dict[str, Any]) -> Iterator[list[int]]:
         try:
-            for chunk in handle.ask.remote(app.name, body):
+            for chunk in handle.ask.remote(body):
                 yield tokens_of(chunk)
         except Lost:
             raise
