@@ -84,6 +84,7 @@ EXIT_CODES = (
     ("the same", "1", "The port is in use, or Serve already listens elsewhere in the cluster."),
     ("the same", "1", "A pool cannot start, or turns out to be unable to compile its model."),
     ("`python -m compile.explain`", "1", "The model cannot be traced, or the cache is empty."),
+    ("`python -m compile.waste`", "1", "The trace has no steps that could replay graphs."),
     ("`python examples/reference.py --check`", "1", "A page is not up to date."),
     ("`python examples/bench/gpu_check.py`", "1", "A part did not run or was wrong."),
 )

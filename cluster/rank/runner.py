@@ -271,6 +271,11 @@ class ModelRunner:
             "compiled_ahead": {} if self._ahead is None else self._ahead.built,
             "loaded": counter.num_compiled_artifacts_loaded,
             "captures": counter.num_cudagraph_captured,
+            "captured": {
+                "full": forward.captured.batch_sizes,
+                "piecewise": forward.captured.token_counts,
+                "bytes": forward.taken_bytes,
+            },
             "late_compilations": counter.num_late_compilations,
             "late_captures": counter.num_late_captures,
             "replays": {str(key): times for key, times in forward.num_replays.items()},

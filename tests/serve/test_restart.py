@@ -10,7 +10,10 @@ import json
 import math
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +29,8 @@ import openai
 import psutil
 import pytest
 
+from cluster.wire.messages import StepKind
+from compile.config import CUDAGraphMode
 from examples.bench.fault_injection import Action, Fault, Place, arm_actor
 
 pytestmark = pytest.mark.ray
@@ -448,7 +453,7 @@ def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("X06")
+@pytest.mark.feature("X06", "N07")
 @pytest.mark.parametrize(
     "more",
     [
@@ -479,6 +484,29 @@ def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
         counters = (rank["late_compilations"], rank["late_captures"], rank["compilations"])
         assert (counters, rank["captures"] > 0, replays > MAX_TOKENS) == ((0, 0, 0), True, True)
     assert all(not rank["compiling"] for rank in app.ranks("mixed"))
+    check_waste(app.get("/debug/ranks")[1])
+
+
+def check_waste(told: dict[str, Any]) -> None:
+    """Assert that `python -m compile.waste` finds the decode steps that a rank tells of."""
+    command = [sys.executable, "-m", "compile.waste"]
+    run = subprocess.run(
+        command, input=json.dumps(told), capture_output=True, text=True, check=True
+    )
+    found = re.search(r", full graphs: .*?\n +all +(\d+) +(\d+) +(\d+) ", run.stdout, re.DOTALL)
+    assert found, run.stdout
+    [replica] = told["pools"]["mixed"]["replicas"]
+    rank = replica["ranks"][0]
+    steps = [step for step in rank["agreements"] if step["kind"] == StepKind.DECODE]
+    asked = [max(step["num_scheduled_tokens"]) for step in steps]
+    held = [num for num in asked if num <= max(rank["captured"]["full"])]
+    padding = [
+        step["num_tokens"] - num
+        for step, num in zip(steps, asked, strict=True)
+        if step["mode"] == CUDAGraphMode.FULL.value
+    ]
+    assert [int(found[1]), int(found[2])] == [len(held), sum(held)]
+    assert int(found[3]) >= sum(padding), "eager steps may have been padded to those sizes"
 
 
 @pytest.mark.slow

@@ -252,20 +252,20 @@ def requests(server: Any) -> Iterator[None]:
 
 
 def number(selector: str) -> str:
-    """Return an expression for the number that an element shows, or NaN."""
-    text = f"document.querySelector({json.dumps(selector)}).textContent"
-    return f"Number({text}.replace(/[^0-9.]/g, '') || NaN)"
+    """Return an expression for the number that an element shows; NaN without one."""
+    text = f"document.querySelector({json.dumps(selector)})?.textContent"
+    return f"Number(({text} ?? '').replace(/[^0-9.]/g, '') || NaN)"
 
 
 TOKENS = "#figures > div:first-child .value"
 STEP = ".replica:nth-last-child(1 of .replica) tbody .step"
-SAID = "document.querySelector('#talk p:last-child > :last-child')"
 
 
 def test_figures_grow_while_requests_run(
     server: Any, open_page: Callable[[Any], Page], requests: None
 ) -> None:
     page = open_page(server)
+    page.wait_for(f"{number(STEP)} >= 0")
     first = page.value(number(STEP))
     page.wait_for(f"{number(STEP)} > {first}")
     page.wait_for(f"{number(TOKENS)} > 0")
@@ -297,16 +297,18 @@ def test_the_chat_is_used_by_keyboard_and_its_answer_grows(
     assert page.value("document.activeElement.value") == "Count from 3 to 90.\n"
     assert page.value("document.querySelectorAll('#talk p').length") == 0
     page.value(
-        "window.lengths = new Set(); setInterval(() => {"
-        "  if (document.querySelectorAll('#talk p').length === 2 && document.querySelector("
-        f"    '#talk[aria-busy]')) lengths.add({SAID}.textContent.length);"
-        "}, 4); 0"
+        "new MutationObserver(() => window.changes += 1)"
+        "  .observe(document.querySelector('#talk'), {childList: true, subtree: true}); 0"
     )
-    page.press("Enter")
-    page.wait_for("document.querySelector('#pace').textContent.includes('tokens')")
-    assert page.value(f"{SAID}.textContent.length") > 10
-    # Whole answers would show at most two: nothing, and all.
-    assert len(page.value("[...lengths]")) > 3
+    for _ in range(20):  # a busy machine may bring a short answer in few pieces
+        page.value("window.changes = 0; document.querySelector('#pace').textContent = ''; 0")
+        page.press("Enter")
+        page.wait_for("document.querySelector('#pace').textContent.includes('tokens')")
+        # The question, a place for the answer, and each piece when it comes: a whole one is one.
+        if page.value("window.changes") > 5:
+            break
+        page.type("Count from 3 to 90.")
+    assert page.value("window.changes") > 5
     assert page.value("document.activeElement.id") == "question"
     assert page.value("document.activeElement.value") == ""
 
