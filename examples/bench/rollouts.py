@@ -49,12 +49,12 @@ from faults_app import (
 from ray import serve as ray_serve
 
 SHORT = ("seeded", "penalties", "grammar")
-ARGS = {"dtype": "float32", "O": 0, "max_num_seqs": 32, "log_format": "json"}
-# Room for every stream: one that is pre-empted pauses as well.
+# Rows and blocks for every stream: one that waits for either pauses as well.
+ARGS = {"dtype": "float32", "O": 0, "max_num_seqs": 64, "log_format": "json"}
 ARGS |= {"kv_memory": "512MiB", "drain_timeout_s": 300}
 CHANGES: tuple[dict[str, Any], ...] = (
     {"max_queue_wait_s": 90},
-    {"max_num_seqs": 31},
+    {"max_num_seqs": 63},
     {"block_size": 32},
 )
 """What is rolled out, in turn; KV does not fit what the last one makes, so streams stay."""
