@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 from sim_group import SimGroup, SimHandle
-from sim_ingress import SimConnection, SimInbox, SimOutputSender
+from sim_ingress import SimConnection, SimInbox, SimOutputSender, hashes
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
-from sim_schedule import DRAINS, MAX_MODEL_LEN, NEW_WEIGHTS, Schedule
+from sim_schedule import DRAINS, MAX_MODEL_LEN, NEW_BLOCKS, NEW_WEIGHTS, Schedule
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
@@ -64,6 +64,10 @@ def is_rolled_out(schedule: Schedule) -> bool:
     return any(fault.kind == NEW_WEIGHTS for fault in schedule.faults)
 
 
+def has_new_blocks(schedule: Schedule) -> bool:
+    return any(fault.kind == NEW_BLOCKS for fault in schedule.faults)
+
+
 def drains_beside_reads(schedule: Schedule) -> bool:
     return len(schedule.groups) > 1 and any(fault.kind in DRAINS for fault in schedule.faults)
 
@@ -74,11 +78,11 @@ def is_by_cost(schedule: Schedule) -> bool:
 
 def planted(
     part: str, name: str, is_met: Callable[[Schedule], bool] = Plants.is_met
-) -> Callable[[type], type]:
-    """Let the bug of this name be a simulation with the class in place of a part; `is_met`: whether
-    a schedule can show it."""
+) -> Callable[[Any], Any]:
+    """Let the bug of this name be a simulation with the class, or function, in place of a part;
+    `is_met`: whether a schedule can show it."""
 
-    def plant(made: type) -> type:
+    def plant(made: Any) -> Any:
         plants = Plants()
         plants.is_met = is_met
         setattr(plants, part, made)
@@ -373,6 +377,11 @@ class _TakesAllForItsOwn(Directory):
 class _ExpectsNobody(Directory):
     def _have_others(self) -> bool:
         return False
+
+
+@planted("hashes", "KV of other blocks taken for one's own", has_new_blocks)
+def _knows_no_blocks(weights: int, block_times: int) -> Hashes:
+    return hashes(weights)
 
 
 @planted("meter", "a replica that drains counted as gone", is_scaled)

@@ -359,7 +359,7 @@ class SimGroup(RankGroup):
                 self.world.serve.drain([self.replica], fault)
             case "drain all":
                 self.world.serve.drain(self.world.replicas_of(self.pool), fault)
-            case "rollout" | "rollout of other weights":
+            case "rollout" | "rollout of other blocks" | "rollout of other weights":
                 self.world.serve.roll_out(fault)
             case _:
                 self.world.board.strike(fault)

@@ -76,17 +76,17 @@ LEARN_S = 1.0
 """Until it has its answer as well."""
 
 
-def hashes(weights: int) -> Hashes:
-    """Return what engines of these weights tell of themselves."""
-    return Hashes(f"simulated {weights}", f"KV {weights}")
+def hashes(weights: int, block_times: int = 1) -> Hashes:
+    """Return what engines of these weights and blocks tell of themselves."""
+    return Hashes(f"simulated {weights}", f"KV {weights} {block_times}")
 
 
 class SimIngress:
     """One ingress: what it knows of leaders, and the router over that. Those of a deployment that
     is replaced answer their clients to the end."""
 
-    def __init__(self, world: World, weights: int) -> None:
-        self.world, self.weights = world, weights
+    def __init__(self, world: World, weights: int, block_times: int) -> None:
+        self.world, self.weights, self.block_times = world, weights, block_times
         self.replaced_from = inf
         """When Serve began to replace it."""
         self.num_clients = 0
@@ -105,7 +105,8 @@ class SimIngress:
             if schedule.routing == "cost"
             else 0,
         )
-        cache = CacheConfig(schedule.block_size, enable_prefix_caching=schedule.is_caching)
+        block_size = schedule.block_size * block_times
+        cache = CacheConfig(block_size, enable_prefix_caching=schedule.is_caching)
         self.router: Router = world.plants.router(self.directory, pools[0], tick, cache=cache)
         self._polling = world.spawn(self._poll())
 

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sim_ingress import RESET_S, hashes
+from sim_ingress import RESET_S
 from sim_loop import Violation
 from sim_model import Cell
 
@@ -65,7 +65,8 @@ def handoff_terms(group: SimGroup, dp_rank: int) -> HandoffMetadata:
     sources = []
     for tp_rank in range(group.tp_size):
         sources.append(kv_source(group, tp_rank, dp_rank * group.tp_size + tp_rank))
-    kv_hash = hashes(group.replica.shape.weights).kv
+    shape = group.replica.shape
+    kv_hash = group.plants.hashes(shape.weights, shape.block_times).kv
     return HandoffMetadata(sources, BLOCK_BYTES, kv_hash, group.schedule.lease_s)
 
 

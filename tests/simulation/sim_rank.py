@@ -68,6 +68,7 @@ class SimRank:
         self.process = Process(group.loop, self._main)
         self.is_running = False
         schedule = group.schedule
+        self.block_size = schedule.block_size * group.replica.shape.block_times
         is_leader = not self.tp_rank
         num_followers = group.tp_size - 1 if is_leader else 0
         self.switch = (
@@ -79,7 +80,7 @@ class SimRank:
         self.device: AsyncDevice | HostDevice = device(self)
         self.model = PagedModel(
             schedule.num_blocks,
-            schedule.block_size,
+            self.block_size,
             schedule.max_num_seqs,
             VOCAB,
             weights=group.replica.shape.weights,
@@ -348,7 +349,7 @@ class SimLeader(SimRank):
         self.prefix_feed = PrefixFeed()
         blocks = BlockManager(
             schedule.num_blocks,
-            schedule.block_size,
+            self.block_size,
             schedule.is_caching,
             changes=self.prefix_feed.changes,
         )

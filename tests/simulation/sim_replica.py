@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from sim_check import check_scheduler
-from sim_ingress import LEARN_S, hashes
+from sim_ingress import LEARN_S
 from sim_loop import Violation
 from sim_schedule import Fault, Shape
 
@@ -38,7 +38,11 @@ class SimReplica:
         self.drains_from = inf
         self._world, self._loop = world, world.loop
         self.core: PoolCore = world.plants.pool_core(
-            shape.pool, self.replica_id, hashes(shape.weights), self, _targets(world, shape)
+            shape.pool,
+            self.replica_id,
+            world.plants.hashes(shape.weights, shape.block_times),
+            self,
+            _targets(world, shape),
         )
 
     @property

@@ -33,14 +33,15 @@ FATAL = ("kill", "stop", "stall", "told to stop", "diverge", "altered plan", *LO
 CONNECTION = ("cut", "partition")
 """What happens to the connection between the ingress and the rank's leader."""
 BOARD = ("silent board", "late board", "new board")
-DRAIN, DRAIN_ALL, ROLLOUT, NEW_WEIGHTS = DRAINS = (
+DRAIN, DRAIN_ALL, ROLLOUT, NEW_BLOCKS, NEW_WEIGHTS = DRAINS = (
     "drain",
     "drain all",
     "rollout",
+    "rollout of other blocks",
     "rollout of other weights",
 )
 """Serve stops the rank's replica, or all of its pool at once, or replaces the whole application."""
-ROLLOUTS = ROLLOUT, NEW_WEIGHTS
+ROLLOUTS = ROLLOUT, NEW_BLOCKS, NEW_WEIGHTS
 HARMLESS = ("pause", "slow", "held link", *BOARD)
 IN_STEP = ("kill", "stop", "stall", "told to stop", "pause", "slow", *CONNECTION, *BOARD, *DRAINS)
 """What strikes when a rank is in a phase of its step; some of it also while its KV is on the way.
@@ -72,6 +73,8 @@ class Shape:
     """With which it starts."""
     weights: int = 0
     """Of which model."""
+    block_times: int = 1
+    """A block has so many times the tokens that the schedule says."""
 
     @property
     def num_ranks(self) -> int:
@@ -258,7 +261,7 @@ def _with_rollout(rng: random.Random, schedule: Schedule) -> Schedule:
     faults = list(schedule.faults)
     i = next(i for i, fault in enumerate(faults) if fault.kind in DRAINS)
     successor = "after" if faults[i].successor == "after" else "before"
-    # Nothing moves to other weights.
+    # Nothing moves to other weights, and no KV to other blocks.
     kind = ROLLOUT if any(fault.in_move for fault in faults) else rng.choice(ROLLOUTS)
     faults[i] = replace(faults[i], kind=kind, successor=successor)
     return replace(schedule, faults=faults)

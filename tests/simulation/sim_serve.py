@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sim_ingress import LEARN_S, POLL_S, SimIngress
 from sim_loop import Violation
 from sim_replica import SimReplica
-from sim_schedule import NEW_WEIGHTS, Fault, Scaling, Shape
+from sim_schedule import NEW_BLOCKS, NEW_WEIGHTS, Fault, Scaling, Shape
 
 from cluster.actors.rank_group import RankDied
 from serve.pools.scaling import PERIOD_S, Meter, ScalingPolicy
@@ -70,14 +70,19 @@ class SimServe:
         """Replace all pools and the ingress at once."""
         world = self._world
         old = _taken(world.replicas)
-        weights = world.ingress.weights
+        weights, block_times = world.ingress.weights, world.ingress.block_times
         if fault.kind == NEW_WEIGHTS:
             weights, self._num_weights = self._num_weights, self._num_weights + 1
+        if fault.kind == NEW_BLOCKS:
+            block_times *= 2
         for pool in {replica.pool: None for replica in old}:
             of_pool = [replica for replica in old if replica.pool == pool]
-            shapes = [replace(replica.shape, weights=weights) for replica in of_pool]
+            shapes = [
+                replace(replica.shape, weights=weights, block_times=block_times)
+                for replica in of_pool
+            ]
             self._act(self._replace(of_pool, fault, shapes))
-        self._act(self._replace_ingress(weights))
+        self._act(self._replace_ingress(weights, block_times))
 
     async def _replace(self, old: list[SimReplica], fault: Fault, shapes: list[Shape]) -> None:
         world = self._world
@@ -91,9 +96,9 @@ class SimServe:
         elif not world.replicas_of(shapes[0].pool):
             await self.start_replica(shapes[0])
 
-    async def _replace_ingress(self, weights: int) -> None:
+    async def _replace_ingress(self, weights: int, block_times: int) -> None:
         world = self._world
-        ingress = SimIngress(world, weights)
+        ingress = SimIngress(world, weights, block_times)
         await ingress.start()
         old, world.ingress = world.ingress, ingress
         self._check_successor(old, ingress)

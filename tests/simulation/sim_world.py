@@ -45,6 +45,7 @@ from sim_ingress import (
     SimInbox,
     SimIngress,
     SimOutputSender,
+    hashes,
 )
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
@@ -56,6 +57,7 @@ from sim_schedule import (
     LOST,
     MAX_MODEL_LEN,
     MIN_STEPS,
+    NEW_BLOCKS,
     VOCAB,
     Arrival,
     Fault,
@@ -147,6 +149,7 @@ class Plants:
     pool_core: Any = PoolCore
     router: Any = Router
     meter: Any = Meter
+    hashes: Any = staticmethod(hashes)
     is_met: Callable[[Schedule], bool] = staticmethod(lambda schedule: True)
     """Whether a schedule comes to that place at all."""
 
@@ -226,6 +229,7 @@ class World:
         """By request the last one that was submitted."""
         self._moved: dict[str, tuple[float, int]] = {}
         """By request when it left who drained, and its tokens then; until its next one."""
+        self._has_new_blocks = any(fault.kind == NEW_BLOCKS for fault in schedule.faults)
         self._crowded: set[SimReplica] = set()
         """Those that had more to let go of than fits into a leader at once, where it is or goes."""
         self._troubled_until = 0.0
@@ -256,7 +260,7 @@ class World:
         return outcome
 
     def _begin(self) -> None:
-        self.ingress = SimIngress(self, weights=0)
+        self.ingress = SimIngress(self, weights=0, block_times=1)
         self._main_task = self.spawn(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
@@ -592,7 +596,9 @@ class World:
             self.outcome.moves[pool] += 1
             self.outcome.num_moves_with_kv += has_kv
             num_tokens = output.position + len(output.token_ids)
-            self._moved[request_id] = self.loop.now, num_tokens
+            # Where all leave without KV at once, some are computed after others.
+            if has_kv or not self._has_new_blocks:
+                self._moved[request_id] = self.loop.now, num_tokens
         if output.finish_reason == FinishReason.KV_LOST:
             holder = self._ways[request_id][-2]
             self.outcome.num_lost_moves += holder.rank.group.pool == pool
