@@ -21,7 +21,7 @@ from cluster.wire.messages import FinishReason
 MAX_LOSSES = 3
 """Losses of KV or outputs in a row, while ranks are alive, after which a request fails, but not
 before `LOSING_S` have passed since the first."""
-LOSING_S = 10.0
+LOSING_S = 30.0
 """A connection that is cut may be cut again within milliseconds, for as long as a network fails."""
 SHARED_DEATHS = 2
 """Deaths of a request's ranks that any request beside it may have caused."""

@@ -52,6 +52,7 @@ from cluster.wire.messages import (
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import Directory, Leader
+from serve.pools.quarantine import Quarantine
 from serve.pools.router import Router
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ FORGOTTEN_S = 5.0
 """Until the board forgets a replica that it does not hear of."""
 HEARD_S = 0.7
 """Until the ingress knows what a replica is, with a board that is well."""
+TRIAL_S = 0.002
+"""Until whoever asks for the lock of suspects knows whether it has it."""
 LEARN_S = 1.0
 """Until it has its answer as well."""
 
@@ -107,7 +110,10 @@ class SimIngress:
         )
         block_size = schedule.block_size * block_times
         cache = CacheConfig(block_size, enable_prefix_caching=schedule.is_caching)
-        self.router: Router = world.plants.router(self.directory, pools[0], tick, cache=cache)
+        quarantine = Quarantine(SimTrials(world, self))
+        self.router: Router = world.plants.router(
+            self.directory, pools[0], tick, quarantine, cache=cache
+        )
         self._polling = world.spawn(self._poll())
 
     async def start(self) -> None:
@@ -139,6 +145,20 @@ class SimIngress:
             reports = await self.world.board.poll(self.directory.known_prefixes)
             if not self.is_closed:
                 self.directory.see(reports)
+
+
+class SimTrials:
+    """An ingress's way to the lock of all: it takes a moment, and is never lost."""
+
+    def __init__(self, world: World, ingress: SimIngress) -> None:
+        self._world, self._name = world, str(id(ingress))
+
+    async def take(self) -> bool:
+        await asyncio.sleep(TRIAL_S)
+        return self._world.trials.take(self._name)
+
+    def give_back(self) -> None:
+        self._world.trials.give_back(self._name)
 
 
 class SimConnection:

@@ -70,7 +70,8 @@ class SimServe:
         """Replace all pools and the ingress at once."""
         world = self._world
         old = _taken(world.replicas)
-        weights, block_times = world.ingress.weights, world.ingress.block_times
+        [newest, *_] = world.ingresses
+        weights, block_times = newest.weights, newest.block_times
         if fault.kind == NEW_WEIGHTS:
             weights, self._num_weights = self._num_weights, self._num_weights + 1
         if fault.kind == NEW_BLOCKS:
@@ -82,7 +83,8 @@ class SimServe:
                 for replica in of_pool
             ]
             self._act(self._replace(of_pool, fault, shapes))
-        self._act(self._replace_ingress(weights, block_times))
+        for number in range(len(world.ingresses)):
+            self._act(self._replace_ingress(number, weights, block_times))
 
     async def _replace(self, old: list[SimReplica], fault: Fault, shapes: list[Shape]) -> None:
         world = self._world
@@ -96,11 +98,11 @@ class SimServe:
         elif not world.replicas_of(shapes[0].pool):
             await self.start_replica(shapes[0])
 
-    async def _replace_ingress(self, weights: int, block_times: int) -> None:
+    async def _replace_ingress(self, number: int, weights: int, block_times: int) -> None:
         world = self._world
         ingress = SimIngress(world, weights, block_times)
         await ingress.start()
-        old, world.ingress = world.ingress, ingress
+        old, world.ingresses[number] = world.ingresses[number], ingress
         self._check_successor(old, ingress)
         await old.end()
 

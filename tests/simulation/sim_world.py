@@ -84,7 +84,7 @@ from cluster.wire.messages import (
 )
 from serve.pools.directory import Directory, NoLeader
 from serve.pools.pool_core import IDLE_REPORTS, REPORT_PERIOD_S, PoolCore
-from serve.pools.quarantine import SHARED_DEATHS
+from serve.pools.quarantine import SHARED_DEATHS, FairLock
 from serve.pools.router import GOES_ON, Router
 from serve.pools.router import LOST as LOST_ENDS
 from serve.pools.scaling import Meter
@@ -209,8 +209,9 @@ class World:
         self.board = SimBoard(self)
         self.connections: dict[bytes, SimConnection] = {}
         """By what a leader calls the ingress."""
-        self.ingress: SimIngress
-        """To which clients come."""
+        self.ingresses: list[SimIngress]
+        """To which clients come, to each in turn."""
+        self.trials = FairLock(self.loop.time)
         self.serve = SimServe(self)
         self.replicas: list[SimReplica] = []
         """All that are not stopped yet."""
@@ -260,7 +261,8 @@ class World:
         return outcome
 
     def _begin(self) -> None:
-        self.ingress = SimIngress(self, weights=0, block_times=1)
+        number = range(self.schedule.num_ingresses)
+        self.ingresses = [SimIngress(self, weights=0, block_times=1) for _ in number]
         self._main_task = self.spawn(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
@@ -293,8 +295,12 @@ class World:
         schedule, serve = self.schedule, self.serve
         shapes = [shape for shape in schedule.groups for _ in range(shape.num_replicas)]
         await asyncio.gather(*map(serve.start_replica, shapes))
-        while not all(self.ingress.directory._able(shape.pool) for shape in schedule.groups):
-            await asyncio.sleep(POLL_S)  # until then the ingress answers with 503
+        while not all(
+            ingress.directory._able(shape.pool)
+            for ingress in self.ingresses
+            for shape in schedule.groups
+        ):
+            await asyncio.sleep(POLL_S)  # until then an ingress answers with 503
         if schedule.scaling is not None:
             for shape in schedule.groups:
                 serve.scale(shape, schedule.scaling)
@@ -323,7 +329,8 @@ class World:
             await asyncio.sleep(0.5)
         for replica in self.replicas:
             self._check_rest(replica.group)
-        self.ingress.close()
+        for ingress in self.ingresses:
+            ingress.close()
         await asyncio.gather(*(replica.core.stop() for replica in self.replicas))
 
     def _extra(self, i: int) -> Arrival:
@@ -332,9 +339,9 @@ class World:
 
     async def _client(self, arrival: Arrival) -> None:
         await asyncio.sleep(arrival.at)
-        while not self.ingress.directory.has_served:
+        number = int(arrival.request_id[1:]) % len(self.ingresses)
+        while not (ingress := self.ingresses[number]).directory.has_served:
             await asyncio.sleep(POLL_S)  # 503
-        ingress = self.ingress
         ingress.num_clients += 1
         self.outcome.num_requests += 1
         tokens: list[int] = []
