@@ -310,12 +310,16 @@ def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
 def _engine_figures(counts: Counts) -> dict[str, Any]:
     steps: dict[str, float] = {}
     replays: dict[str, float] = {}
+    padding: dict[str, float] = {}
     for (name, *labels), value in counts.items():
         if name == "steps_total":
             steps[labels[0]] = steps.get(labels[0], 0.0) + value
         elif name == "graph_replays_total":
             replays[labels[1]] = replays.get(labels[1], 0.0) + value
-    return {**_flat(counts, _ENGINE_FIGURES), "steps": steps, "replays": replays}
+        elif name == "graph_padding_tokens_total":
+            padding[labels[1]] = padding.get(labels[1], 0.0) + value
+    by_size = {"replays": replays, "replay_padding": padding}
+    return {**_flat(counts, _ENGINE_FIGURES), "steps": steps, **by_size}
 
 
 def _replica_body(report: ReplicaReport, numerics_hash: str | None) -> dict[str, Any]:

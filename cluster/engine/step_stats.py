@@ -50,6 +50,8 @@ class StepStats:
         self._steps: Counter[tuple[int, StepKind]] = Counter()
         self._replays: Counter[tuple[int, int]] = Counter()
         """By mode and tokens, of those that replayed something."""
+        self._replay_padding: Counter[tuple[int, int]] = Counter()
+        """What of these tokens was padding."""
         self._seconds: dict[StepKind, float] = {}
         self._num_tokens = 0
         self._num_padding = 0
@@ -84,7 +86,9 @@ class StepStats:
         self._kinds[agreed.step] = kind
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
-            self._replays[agreed.mode, agreed.batch.num_tokens] += 1
+            graph = agreed.mode, agreed.batch.num_tokens
+            self._replays[graph] += 1
+            self._replay_padding[graph] += num_padding
         self._num_tokens += num_tokens
         self._num_padding += num_padding
         self._enter(agreed.step, Phase.RUNNING)
@@ -147,6 +151,8 @@ class StepStats:
             counts["step_seconds_total", _KINDS[kind]] = seconds
         for (mode, size), times in [*self._replays.items()]:
             counts["graph_replays_total", _mode(mode), str(size)] = times
+        for (mode, size), num_tokens in [*self._replay_padding.items()]:
+            counts["graph_padding_tokens_total", _mode(mode), str(size)] = num_tokens
         self._tokens_of_step.put_into(counts)
         return counts
 

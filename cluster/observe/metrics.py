@@ -166,6 +166,12 @@ METRICS = (
         "mode",
         "size",
     ),
+    _counter(
+        "graph_padding_tokens_total",
+        "Tokens of padding that replays of graphs computed, by mode and by all tokens.",
+        "mode",
+        "size",
+    ),
     _counter("scheduled_tokens_total", "Tokens that steps computed, without padding."),
     _counter("padding_tokens_total", "Tokens of padding that steps computed beside those."),
     _counter("prompt_tokens_computed_total", "Prompt positions that were computed."),

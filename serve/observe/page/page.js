@@ -208,14 +208,18 @@ function showSizes(body) {
     const now = own(figures), then = own(start);
     const sizes = new Set();
     for (const engine of read(now, "engines")) for (const size of Object.keys(read(engine, "replays"))) sizes.add(size);
-    const rows = [...sizes].sort((a, b) => a - b).map((size) =>
-      [size, grown(now, then, (engine) => read(engine, "replays")[size] || 0)]);
-    rows.push(["eager", grown(now, then, (engine) => read(engine, "steps").none || 0)]);
+    const rows = [...sizes].sort((a, b) => a - b).map((size) => {
+      const [times, padding] = ["replays", "replay_padding"].map((name) =>
+        grown(now, then, (engine) => read(engine, name)[size] || 0));
+      return [size, times, times && `${percent(ratio(padding, times * size))} pad`];
+    });
+    rows.push(["eager", grown(now, then, (engine) => read(engine, "steps").none || 0), 0]);
     const all = rows.reduce((sum, [, n]) => sum + n, 0);
     // A size that was used once keeps its line, so that lines do not jump.
-    const shown = rows.filter(([, n]) => n > 0 || rows.length <= MAX_SIZES).map(([size, n]) =>
+    const shown = rows.filter(([, n]) => n > 0 || rows.length <= MAX_SIZES).map(([size, n, padded]) =>
       make("div", { class: n ? "size" : "size unused" },
-        make("span", {}, size), bar(all ? n / all : 0), make("span", {}, percent(ratio(n, all)))));
+        make("span", {}, size), bar(all ? n / all : 0), make("span", {}, percent(ratio(n, all))),
+        make("span", {}, padded || "")));
     return make("div", { class: "sheet" }, make("h3", {}, pool), ...shown);
   }));
 }

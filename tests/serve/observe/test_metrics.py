@@ -127,6 +127,9 @@ def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -
     assert grown("steps_total", engine="decode-0-0", mode="full") == grown(
         "graph_replays_total", engine="decode-0-0", mode="full"
     )
+    assert grown("graph_padding_tokens_total", engine="decode-0-0", mode="full") == grown(
+        "padding_tokens_total", engine="decode-0-0"
+    )
     assert grown("iteration_tokens_total_sum", engine="decode-0-0") == grown(
         "scheduled_tokens_total", engine="decode-0-0"
     )

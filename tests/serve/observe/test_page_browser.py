@@ -269,7 +269,10 @@ def test_figures_grow_while_requests_run(
     first = page.value(number(STEP))
     page.wait_for(f"{number(STEP)} > {first}")
     page.wait_for(f"{number(TOKENS)} > 0")
-    page.wait_for("document.querySelectorAll('.sizes .size:not(.unused)').length > 0")
+    page.wait_for(
+        "[...document.querySelectorAll('.sizes .size:not(.unused) > :last-child')]"
+        "  .some((each) => each.textContent.endsWith('% pad'))"
+    )
     assert page.value("window.isSame") is True
     assert page.value("document.title") == "ready \u00b7 Lockstep"
 
