@@ -186,7 +186,7 @@ WIDTHS = (28, 8, 6, 8, 8, 5, 6)
 def print_row(*values: object) -> None:
     """Print a line of the table."""
     texts = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in values]
-    print(" ".join(map(str.ljust, texts, WIDTHS)), flush=True)
+    print(" ".join(map(str.ljust, texts, WIDTHS)).rstrip(), flush=True)
 
 
 def plan(num_rollouts: int, num_steps: int) -> Iterator[bool]:

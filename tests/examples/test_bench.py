@@ -12,10 +12,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from serve.config import deploy_config, offline_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
@@ -32,6 +35,12 @@ APPLICATION = """
 http_options: {{host: 127.0.0.1, port: {port}}}
 applications:
 - {{name: default, route_prefix: /, import_path: "serve.app:deploy", args: {{pools: mixed, O: 0}}}}
+"""
+SERVED = """
+max_num_seqs: 8
+kv_memory: 64MiB
+pools: mixed
+compilation_config: {level: 0, cudagraph_mode: FULL_DECODE_ONLY, cudagraph_capture_sizes: [4, 8]}
 """
 
 
@@ -53,6 +62,30 @@ def test_every_benchmark_can_be_imported() -> None:
     command = [sys.executable, "-c", IMPORT_ALL, *names]
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.feature("Q10")
+def test_an_engine_is_measured_with_the_yaml_file_of_a_server(tmp_path: Path) -> None:
+    """Three streams of which two requests each decode together, in graphs of four sequences."""
+    config = tmp_path / "serve.yaml"
+    config.write_text(SERVED)
+    given = {"config": str(config)}
+    [served] = deploy_config(given).pools
+    # A server alone tells other processes whose KV it can read.
+    assert offline_pool(given).engine == replace(served.engine, kv_hash="")
+    sizes = ("--requests", "6", "--streams", "3", "--input", "20", "--output", "9")
+    out = tmp_path / "out.json"
+    found, printed = measured(out, "offline_throughput.py", *sizes, f"config={config}")
+    assert (found["requests"], found["output_tokens"]) == (6, 6 * 9)
+    assert found["tokens_per_s"] == pytest.approx(54 / found["seconds"])
+    computed, padded = 6 * (20 + 8), 2 * 8
+    assert (found["scheduled_tokens"], found["padding_tokens"]) == (computed, padded)
+    assert found["padding_share"] == pytest.approx(padded / (computed + padded))
+    for name in ("ttft_ms", "tpot_ms"):
+        assert 0 < found[name]["p50"] <= found[name]["p99"] and found[name]["mean"] > 0
+    # The run that warms up is told of as well.
+    assert re.search(r"^ +4 +32 +96 +32 +25.0%$", printed, re.MULTILINE), printed
+    assert "least with 2: padding 0: 3" in printed
 
 
 @pytest.mark.feature("R16")

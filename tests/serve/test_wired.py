@@ -175,7 +175,7 @@ def outage(app: Any, client: openai.OpenAI) -> Outage:
     for rank in app.ready_ranks("decode"):
         os.kill(rank["pid"], signal.SIGSTOP)
     stream = complete(client, "7 8 9", max_tokens=50, stream=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not seen.is_over and time.monotonic() < deadline:
         if seen.health[0] == 200:
             seen.health = app.get("/health")
@@ -227,7 +227,7 @@ def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_promp
         received = sum(rank["kv_bytes_received"] for rank in ranks["decode"])
         return bool(found >= num_tokens and sent == received)
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while True:  # Serve draws a replica: four requests may all go to one
         with ThreadPoolExecutor(4) as threads:
             answers += threads.map(ask, range(len(answers), len(answers) + 4))
@@ -336,7 +336,7 @@ def test_a_key_does_not_find_what_another_one_asked(client: openai.OpenAI) -> No
         return int(usage.prompt_tokens_details.cached_tokens)
 
     assert cached(client) == 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     in_a_row = 0
     while in_a_row < 4:  # both engines have it
         assert time.monotonic() < deadline

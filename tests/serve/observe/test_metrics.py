@@ -164,7 +164,7 @@ def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     server: Any, client: openai.OpenAI
 ) -> None:
     is_seen = threading.Event()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
 
     def work() -> None:
         i = 0

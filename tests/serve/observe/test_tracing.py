@@ -241,7 +241,7 @@ def sent(record: RequestRecord, instance: str = "this") -> list[Any]:
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
