@@ -346,7 +346,7 @@ def print_row(*values: object) -> None:
     """Print a line of the table."""
     texts = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in values]
     cells = [text.ljust(width) for text, width in zip(texts, WIDTHS, strict=True)]
-    print(" ".join(cells), flush=True)
+    print(" ".join(cells).rstrip(), flush=True)
 
 
 # --- the groups ---------------------------------------------------------------------------------
