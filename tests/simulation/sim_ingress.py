@@ -203,6 +203,7 @@ class SimConnection:
     def close(self) -> None:
         if self.is_open:
             self._world.on_close(self)
+            self._lose_all()
         self.is_open = False
         self.ended_at = self._loop.now
         if not self.is_cut:
@@ -213,8 +214,12 @@ class SimConnection:
         """The ingress hears of its end."""
         if self.is_open:
             self.is_open = False
-            self._world.on_deaths([each for each, end in self.ends.items() if not end])
+            self._lose_all()
             self.directory_leader.on_end("its connection ended")
+
+    def _lose_all(self) -> None:
+        """What runs here is taken to die with its ranks."""
+        self._world.on_deaths([each for each, end in self.ends.items() if not end])
 
     def _take(self, body: bytes) -> None:
         if not self.is_open:
