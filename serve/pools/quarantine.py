@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Protocol
 
 from cluster.wire.messages import FinishReason
@@ -25,6 +26,10 @@ LOSING_S = 30.0
 """A connection that is cut may be cut again within milliseconds, for as long as a network fails."""
 SHARED_DEATHS = 2
 """Deaths of a request's ranks that any request beside it may have caused."""
+ONE_EVENT_S = 2.0
+"""Two deaths so close to each other count once: a node takes all its engines with it, and a request
+that was sent from one to another may have been at both. A third one counts, or a request that kills
+ranks at once would meet too many of them."""
 MAX_FAILED_TRIALS = 2
 """Deaths of ranks in a request's own trial after which it fails; the first may be a coincidence."""
 PROGRESS_TOKENS = 2
@@ -41,8 +46,11 @@ class CrashHistory:
     asked for the lock."""
 
     def __init__(self) -> None:
-        self._num_lost = self._num_deaths = self._num_failed_trials = self._num_new_tokens = 0
+        self._num_lost = self._num_failed_trials = self._num_new_tokens = 0
+        self._num_deaths = self._num_events = 0
         self._losing_since = self._lost_at = 0.0
+        self._died_at = -inf
+        """When its ranks last died, if another death may count with that one."""
         self._end: Callable[[], None] | None = None
 
     def __str__(self) -> str:
@@ -56,6 +64,9 @@ class CrashHistory:
         if reason == FinishReason.DIED:
             self._num_deaths += 1
             self._num_failed_trials += self.is_on_trial
+            is_same = now - self._died_at < ONE_EVENT_S
+            self._num_events += not is_same
+            self._died_at = -inf if is_same else now
         else:
             self._losing_since = self._losing_since if self._num_lost else now
             self._lost_at = now
@@ -64,7 +75,7 @@ class CrashHistory:
     @property
     def is_suspect(self) -> bool:
         """Whether its ranks died so often that it may be the cause."""
-        return self._num_deaths >= SHARED_DEATHS
+        return self._num_events >= SHARED_DEATHS
 
     @property
     def is_too_long(self) -> bool:

@@ -46,6 +46,26 @@ def suspect() -> CrashHistory:
     return history
 
 
+@pytest.mark.parametrize(
+    ("at", "is_suspect"),
+    [
+        ([0.0], False),
+        ([0.0, 1.9], False),  # a node, with engines of two pools
+        ([0.0, 2.1], True),
+        ([0.0, 0.1, 0.2], True),  # whatever kills ranks at once
+        ([0.0, 0.1, 5.0], True),
+        ([5.0, 5.1, 5.1, 5.2], True),
+    ],
+)
+def test_two_deaths_at_once_are_one_event_and_a_third_is_none(
+    at: list[float], is_suspect: bool
+) -> None:
+    history = CrashHistory()
+    for now in at:
+        history.add(FinishReason.DIED, now)
+    assert history.is_suspect is is_suspect
+
+
 def trials(*names: str) -> list[AbstractAsyncContextManager[None]]:
     """Return a trial in the quarantine of each ingress."""
     lock = FairLock()

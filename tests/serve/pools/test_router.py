@@ -302,9 +302,9 @@ def twice(run: Run) -> None:
         (lose, 3, "lost 3 times on its way, at last: handoff 7 ended"),
         (
             crash,
-            4,
-            "its ranks died 4 times, at last: mixed/r/0 epoch=3: its connection ended; "
-            "rank dp=0 tp=0 epoch=3 ended: killed",
+            5,
+            "its ranks died 5 times, at last: mixed/r/0 epoch=4: its connection ended; "
+            "rank dp=0 tp=0 epoch=4 ended: killed",
         ),
     ],
 )
