@@ -125,8 +125,9 @@ def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
     assert "gone" in ended(lost).error
     with started(compiling(oracle.path, tmp_path)) as runner:
         for child in psutil.Process().children():
-            if "cluster.rank.compile_process" in child.cmdline():
-                child.terminate()
+            with suppress(psutil.ZombieProcess):  # of another test
+                if "cluster.rank.compile_process" in child.cmdline():
+                    child.terminate()
         assert error_of(runner) == "the process that compiles was ended by SIGTERM"
         assert runner.compile_progress is None and not runner.switch.can_advance
 
