@@ -12,6 +12,7 @@ A failed load is logged with its reason; it is an error only where there is no g
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -184,7 +185,8 @@ class CompilerManager:
         static = STATIC_OPTIONS if isinstance(piece.shape, int) else {}
         options: dict[str, Any] = {**UNCHECKED_OPTIONS, **static, **self._options}
         if self.compiler.name == EagerAdaptor.name:
-            graph = self.passes.apply(graph, inputs)
+            graph = copy.deepcopy(graph)
+            self.passes.apply(graph)
         else:
             options |= self.passes.inductor_config()
         found, handle = self.compiler.compile(graph, inputs, options, key)

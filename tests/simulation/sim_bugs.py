@@ -16,7 +16,7 @@ import msgspec
 from sim_group import SimGroup, SimHandle
 from sim_ingress import SimConnection, SimInbox, SimOutputSender, hashes
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
-from sim_schedule import DRAINS, MAX_MODEL_LEN, NEW_BLOCKS, NEW_WEIGHTS, Schedule
+from sim_schedule import MAX_MODEL_LEN, NEW_BLOCKS, NEW_WEIGHTS, Schedule
 from sim_world import Plants
 
 from cluster.actors.rank_group import CallEnd
@@ -66,10 +66,6 @@ def is_rolled_out(schedule: Schedule) -> bool:
 
 def has_new_blocks(schedule: Schedule) -> bool:
     return any(fault.kind == NEW_BLOCKS for fault in schedule.faults)
-
-
-def drains_beside_reads(schedule: Schedule) -> bool:
-    return len(schedule.groups) > 1 and any(fault.kind in DRAINS for fault in schedule.faults)
 
 
 def is_by_cost(schedule: Schedule) -> bool:
@@ -441,13 +437,6 @@ class _PlansLeaversAgain(Scheduler):
 
     def _is_in_flight(self, seq: sequence.Sequence) -> bool:
         return not seq.is_leaving and super()._is_in_flight(seq)
-
-
-@planted("scheduler", "a read that nobody hears of", drains_beside_reads)
-class _SaysNothingOfReads(Scheduler):
-    def _emit(self, seq: sequence.Sequence, reason: FinishReason, error: str = "") -> None:
-        if reason:
-            super()._emit(seq, reason, error)
 
 
 @planted("scheduler", "a pre-emption that forgets its outputs")
