@@ -330,7 +330,7 @@ async def test_a_request_that_is_lost_again_and_again_fails_only_after_a_while(
     last = (await pools.serve())[-1]
     assert asyncio.get_running_loop().time() - began >= 1.0
     num_attempts = len(pools.received["mixed"])
-    assert num_attempts > 3
+    assert num_attempts >= 3
     assert last.error.startswith(f"lost {num_attempts} times on its way, at last: ")
 
 
