@@ -458,7 +458,10 @@ class Directory:
             known = self._leaders.get(report.engine_id)
             if known is not None and report.epoch < known.report.epoch:
                 continue  # reported before it was rebuilt
-            if known is not None and not known.is_lost and report.epoch == known.report.epoch:
+            if report.state == "stopping":
+                if known is not None:
+                    known.on_end("its replica stops")  # within seconds if a step does not end
+            elif known is not None and not known.is_lost and report.epoch == known.report.epoch:
                 known.see(report)
             elif report.state == "ready":
                 if known is not None:
@@ -472,8 +475,13 @@ class Directory:
                 del self._leaders[engine_id]  # its replica was replaced, under another name
         for leader in self._leaders.values():
             told = leader.report
-            if told.state == "draining" and (ready := self._ready(told.pool)):
-                leader.leave(with_kv=any(each.report.hashes.kv == told.hashes.kv for each in ready))
+            if told.state != "draining":
+                continue
+            # One that the board does not know may have stopped out of reach.
+            others = [each for each in self._ready(told.pool) if each.report.engine_id in reported]
+            if others:
+                kv_hashes = {each.report.hashes.kv for each in others}
+                leader.leave(with_kv=told.hashes.kv in kv_hashes)
         self._wake()
 
     async def choose(self, pool: str, stage: Stage) -> Chosen:

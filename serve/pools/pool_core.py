@@ -26,8 +26,8 @@ MAX_FAILED_STARTS = 3
 death of a rank."""
 STUCK_AFTER_S = 3.0
 """A group whose ranks have not all answered for so long is reported as stuck."""
-SERVING = ("ready", "draining")
-"""States in which leaders have inboxes."""
+WITH_INBOXES = ("ready", "draining", "stopping")
+"""States in which ingresses hear of leaders: in the last one that they are to give them up."""
 IDLE_REPORTS = 4
 """Reports in a row without work after which a draining replica is empty: by then every ingress has
 heard of it (`POLL_PERIOD_S` of `ingress_core.py`), and a request between two pools has arrived."""
@@ -228,7 +228,7 @@ class PoolCore:
                 state,
                 found.aged(clock() - answered_at),
                 epoch=reported.epoch,
-                inboxes=tuple(reported.inboxes) if self.state in SERVING else (),
+                inboxes=tuple(reported.inboxes) if self.state in WITH_INBOXES else (),
                 last_end=self._last_end,
                 error=self.error,
                 hashes=self._hashes,

@@ -479,7 +479,7 @@ class World:
     def on_close(self, connection: SimConnection) -> None:
         """The ingress closes a connection that it does not know to have ended."""
         group = connection.rank.group
-        if connection.ingress.is_closed:
+        if connection.ingress.is_closed or group.replica.core.state == "stopping":
             return
         if (group.pool, group.replica.number, group.epoch + 1) not in self._groups:
             raise Violation("connection not kept", connection.rank.name)

@@ -301,6 +301,32 @@ async def test_a_leader_that_was_rebuilt_is_connected_to_anew_and_its_requests_a
     assert (await connections.directory.choose("mixed", stage_of())).leader.report.epoch == 2
 
 
+async def test_what_runs_where_a_replica_stops_goes_on_elsewhere_at_once() -> None:
+    """Its ranks may be in a step that does not end, and are killed after seconds."""
+    connections = Connections()
+    connections.see(report_of(replica="a"))
+    mailbox = await submit(connections, "r")
+    connections.see(report_of(replica="a", state="stopping"), report_of(replica="b"))
+    lost = await mailbox.get()
+    assert (lost.finish_reason, lost.error) == ("died", "mixed/a/0 epoch=0: its replica stops")
+    assert connections["mixed/a/0"].is_closed
+    connections.see(report_of(replica="a", state="draining"), report_of(replica="b"))  # late
+    assert await chosen(connections, 1) == ["mixed/b/0"]
+    assert len(connections.all) == 2
+
+
+async def test_nothing_leaves_for_a_leader_that_the_board_does_not_know() -> None:
+    """It may have stopped where the end of its connection is not heard of."""
+    connections = Connections()
+    connections.see(report_of(replica="a"))
+    await submit(connections, "r")
+    connections.see(report_of(replica="a"), report_of(replica="b"))
+    connections.see(report_of(replica="a", state="draining"))
+    assert not [each for each in connections["mixed/a/0"].sent if isinstance(each, Leave)]
+    connections.see(report_of(replica="a", state="draining"), report_of(replica="b"))
+    assert connections["mixed/a/0"].sent[-1] == Leave(["r"], True)
+
+
 async def test_all_that_a_leader_ran_is_lost_with_its_connection_and_once() -> None:
     connections = Connections()
     connections.see(report_of())

@@ -33,6 +33,8 @@ class Group:
         self.verdict = ""
         self.ended, self.is_ready = asyncio.Event(), asyncio.Event()
         self.is_ready.set()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self._start = start
         self.loads = [SchedulerStats()] * (1 - epoch)
 
@@ -49,6 +51,7 @@ class Group:
         await self.is_ready.wait()
 
     async def stop(self) -> None:
+        await self.may_end.wait()
         self.is_stopped = True
 
     def kill(self) -> None:
@@ -161,7 +164,7 @@ async def test_ranks_of_a_group_that_ended_are_told_of_no_more(
 
 
 @pytest.mark.feature("P14")
-async def test_a_replica_says_where_its_leaders_are_while_they_serve(
+async def test_a_replica_says_where_its_leaders_are_while_they_serve_or_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And of which epoch they are, so that nobody goes on with those of a group that ended."""
@@ -186,7 +189,12 @@ async def test_a_replica_says_where_its_leaders_are_while_they_serve(
     [leader] = leaders_of(shell.reports[-1])
     assert (leader.engine_id, leader.epoch, leader.last_end) == ("mixed/r/0", 1, ENDED)
     assert leader.load.num_running == 3
-    await shell.core.stop()
+    shell.groups[-1].may_end.clear()  # as where a step does not end
+    stopping = asyncio.create_task(shell.core.stop())
+    await shell.until(lambda: shell.reports[-1].state == "stopping")
+    assert [each.state for each in leaders_of(shell.reports[-1])] == ["stopping"]
+    shell.groups[-1].may_end.set()
+    await stopping
 
 
 IDLE = SchedulerStats()
