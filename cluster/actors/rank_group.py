@@ -30,6 +30,8 @@ STATS_TIMEOUT_S = 1.0
 """How long ranks may take to answer for a report of their figures."""
 HEARTBEAT_PERIOD_S = 1.0
 """How often every rank is asked what it does."""
+TICKS = 4
+"""How often in that time answers are judged."""
 BLAME_S = 0.5
 """How long after a rank's error another rank's death may still be found to have caused it."""
 LOADING_TIMES = 3
@@ -182,9 +184,10 @@ class RankGroup:
         return LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s)
 
     async def _listen(self, silent_s: float, *, since: float, starting_s: float = 0.0) -> str:
-        """Ask every rank for its heartbeat once a second, until the watchdog names one. An owner
-        that was held up judges no rank before it has listened again. A rank that answers without a
-        heartbeat may be silent for `starting_s` longer, since it may import torch."""
+        """Ask every rank for its heartbeat, a second after the last time or once it has answered,
+        until the watchdog names one. An owner that was held up judges no rank before it has
+        listened again. A rank that answers without a heartbeat may be silent for `starting_s`
+        longer, since it may import torch."""
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
@@ -200,12 +203,15 @@ class RankGroup:
             for places in (self.places[i : i + size] for i in range(0, len(self.places), size))
         ]
         asked: dict[int, asyncio.Future[CallEnd]] = {}
+        now, tick_s = clock(), HEARTBEAT_PERIOD_S / TICKS
+        ask_at = [now] * len(self.handles)
         while True:
             for i, handle in enumerate(self.handles):
-                if i not in asked:
+                if i not in asked and now >= ask_at[i]:
                     asked[i] = asyncio.ensure_future(handle.heartbeat())
+                    ask_at[i] = now + HEARTBEAT_PERIOD_S - tick_s / 2
             began = clock()
-            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            await asyncio.sleep(tick_s)
             now = clock()
             for i in [i for i, beat in asked.items() if beat.done()]:
                 answer, watchdog = asked.pop(i).result(), watchdogs[i // size]

@@ -75,6 +75,48 @@ def test_concurrent_builds_both_succeed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [paths[0].name]
 
 
+class Exchange:
+    """Hands out what was published first."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes | None] = {}
+
+    def claim(self, key: str) -> bytes | None:
+        return self.kept.get(key)
+
+    def publish(self, key: str, data: bytes | None) -> None:
+        self.kept[key] = data
+
+
+@pytest.mark.feature("P12")
+@pytest.mark.usefixtures("_quick")
+def test_nodes_with_one_processor_build_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, commands = Exchange(), compilations(monkeypatch)
+    first = native.build_library(tmp_path / "first", exchange)
+    num_built = len(commands)
+    second = native.build_library(tmp_path / "second", exchange)
+    assert [command[1:] for command in commands[num_built:]] == [["--version"]]
+    assert second.read_bytes() == first.read_bytes()
+    # What arrives damaged is built, and handed out again.
+    exchange.kept[first.name] = first.read_bytes()[:-1]
+    third = native.build_library(tmp_path / "third", exchange)
+    assert exchange.kept[first.name] == third.read_bytes()
+    ctypes.CDLL(str(third))
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_build_that_fails_keeps_no_other_node_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Exchange()
+    monkeypatch.setattr(native, "FLAGS", ["--no-such-flag"])
+    with pytest.raises(native.NativeError):
+        native.build_library(tmp_path, exchange)
+    assert list(exchange.kept.values()) == [None]
+
+
 @pytest.mark.parametrize("part", ["flags", "processor", "source"])
 def test_what_decides_the_code_decides_the_key(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -385,7 +385,7 @@ def found_within(fault: Fault | None, expected_s: float = 0.0) -> tuple[float, f
     expects a step to take `expected_s`: it waits for long where one before was held up."""
     if fault is None:
         return NEWS_S, NEWS_S
-    by_watchdog_s = max(WATCHDOG_S, EXPECTED_TIMES * expected_s) + 3 * HEARTBEAT_PERIOD_S
+    by_watchdog_s = max(WATCHDOG_S, EXPECTED_TIMES * expected_s) + 2 * HEARTBEAT_PERIOD_S
     s = fault.delay_s + fault.duration_s
     silent_s = fault.delay_s + SILENT_S + BEAT_S + RESET_S
     match fault.kind:

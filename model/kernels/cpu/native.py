@@ -1,7 +1,8 @@
-"""Build the C++ kernels of this package once per machine, and load them.
+"""Build the C++ kernels of this package once, and load them.
 
 1. The key names everything that decides the machine code: sources, compiler, flags, processor.
-2. The library of that key lies in the cache directory, or is built beside it and renamed.
+2. The library of that key lies in the cache directory, or is built beside it and renamed. Nodes
+   with the same key build it once, and get it from one another as they get compiled pieces.
 3. Without a compiler, or if the directory belongs to another user, torch functions compute; one
    line in the log says so.
 
@@ -22,6 +23,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,10 @@ import torch
 from compile.environment import cache_root, cxx
 from compile.graphs.boundary import active
 from compile.machine import PrivateDirectoryError, make_private, processor
+from compile.scope import ArtifactExchange
 
+DIRECTORY = "native"
+"""Below the cache's root."""
 SOURCES = Path(__file__).parent / "cpp"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
@@ -61,7 +66,7 @@ def native_library() -> ctypes.CDLL | None:
     """Return the kernels, built if need be; None, and a line in the log, where that fails."""
     try:
         # Torch's OpenMP is loaded with torch; the library finds it by name.
-        library = ctypes.CDLL(str(build_library(cache_root() / "native")))
+        library = ctypes.CDLL(str(build_library(cache_root() / DIRECTORY)))
     except _FAILURES as error:
         message = str(error).splitlines()[0]
         logger.warning("C++ kernels are off, torch functions stand in: %s", message)
@@ -70,37 +75,57 @@ def native_library() -> ctypes.CDLL | None:
     return library
 
 
-def build_library(directory: Path) -> Path:
-    """Return the library in `directory`, made if it is missing; raises one of `_FAILURES`."""
+def fetch_library(exchange: ArtifactExchange | None) -> None:
+    """Have the kernels ready, from another node if that has built them; failures are logged once
+    kernels are wanted."""
+    with suppress(*_FAILURES):
+        build_library(cache_root() / DIRECTORY, exchange)
+
+
+def build_library(directory: Path, exchange: ArtifactExchange | None = None) -> Path:
+    """Return the library in `directory`. If it is missing it is made, or taken from whoever has
+    made it already; raises one of `_FAILURES`."""
     compiler = shutil.which(cxx())
     if compiler is None:
         raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
     version = _run([compiler, "--version"]).splitlines()[0]
     make_private(directory)
     path = directory / f"kernels-{_key(version)}.so"
-    if not _is_whole(path):
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            library, objects = Path(scratch) / "kernels.so", []
-            for source in sorted(SOURCES.glob("*.cpp")):
-                objects.append(str(library.with_name(f"{source.stem}.o")))
-                _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
-            _run([compiler, "-shared", *objects, "-o", str(library)])
-            # Behind what the ELF header names, where no loader reads.
-            library.write_bytes(library.read_bytes() + _digest(library.read_bytes()))
-            os.replace(library, path)
-        logger.info("built C++ kernels: %s", path)
+    if path.exists() and _is_whole(path.read_bytes(), str(path)):
+        return path
+    data = None if exchange is None else exchange.claim(path.name)
+    if data is None or not _is_whole(data, "C++ kernels of another node"):
+        data = None
+        try:
+            data = _built(compiler, directory)
+            logger.info("built C++ kernels: %s", path)
+        finally:
+            if exchange is not None:
+                exchange.publish(path.name, data)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        library = Path(scratch) / path.name
+        library.write_bytes(data)
+        os.replace(library, path)
     return path
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether a library is there as it was built: loading a cut one would kill a process."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return False
+def _built(compiler: str, directory: Path) -> bytes:
+    """Build the library, and return it with a checksum at its end, where no loader reads."""
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        library, objects = Path(scratch) / "kernels.so", []
+        for source in sorted(SOURCES.glob("*.cpp")):
+            objects.append(str(library.with_name(f"{source.stem}.o")))
+            _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+        _run([compiler, "-shared", *objects, "-o", str(library)])
+        data = library.read_bytes()
+    return data + _digest(data)
+
+
+def _is_whole(data: bytes, name: str) -> bool:
+    """Return whether a library is as it was built: loading a cut one would kill a process."""
     if data[-DIGEST_BYTES:] == _digest(data[:-DIGEST_BYTES]):
         return True
-    logger.warning("%s: wanted its checksum at its end, found another; built again", path)
+    logger.warning("%s: wanted its checksum at its end, found another; built again", name)
     return False
 
 

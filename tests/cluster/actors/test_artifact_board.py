@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.config import EngineConfig
+from model.kernels.cpu.native import SOURCES
 
 pytestmark = pytest.mark.ray
 
@@ -195,7 +196,8 @@ async def told(group):
 async def scenario():
     async with replica_on(0, "on") as first, replica_on(1, "off") as second:
         both = await asyncio.gather(told(first), told(second))
-    shutil.rmtree(ROOTS[1] + "/compile")
+    for kept in ("compile", "native"):
+        shutil.rmtree(f"{ROOTS[1]}/{kept}")
     async with replica_on(1, "off") as later:
         return [*both, await told(later)]
 
@@ -210,17 +212,25 @@ cluster.shutdown()
 def test_replicas_on_two_nodes_compile_each_piece_once_and_one_that_comes_later_none(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """One compiles while it serves, in a process beside its rank, the other before. The later one's
-    disk is empty, and all that had compiled before it have ended."""
-    native = Path(os.environ["LOCKSTEP_CACHE_ROOT"]) / "native"
-    native.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """So they do with the kernels in C++. One compiles while it serves, in a process beside its
+    rank, the other before. The later one's disk is empty, and all that had compiled before it have
+    ended."""
     roots = [tmp_path / name for name in ("first", "second")]
     for root in roots:
         root.mkdir()
-        (root / "native").symlink_to(native)  # kernels, which each machine builds for itself
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
     command = [sys.executable, "-c", SCRIPT, str(tiny_checkpoint), *map(str, roots)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    environment = {**os.environ, "CXX": str(compiler)}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env=environment
+    )
     assert ended.returncode == 0, ended.stderr
     *both, later = json.loads(ended.stdout.splitlines()[-1])
     assert sum(compilations for (compilations, _), _ in both) == NUM_PIECES, both
     assert later == [[0, 0], NUM_PIECES]
+    built = [line for line in calls.read_text().splitlines() if line.endswith(".o")]
+    assert len(built) == len([*SOURCES.glob("*.cpp")])
+    libraries = [[path.read_bytes() for path in root.rglob("kernels-*.so")] for root in roots]
+    assert len(libraries[0]) == 1 and libraries[0] == libraries[1]
