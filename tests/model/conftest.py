@@ -186,11 +186,15 @@ def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[list[Any]]:
     store, timeout = dist.HashStore(), timedelta(seconds=30)
+    # One that ends would break the connections of a rank that is still making them.
+    groups: list[dist.ProcessGroup] = []
 
     def group(name: str, rank: int, size: int) -> dist.ProcessGroup | None:
         if size == 1:
             return None
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+        found = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+        groups.append(found)
+        return found
 
     def run(place: tuple[int, int]) -> Any:
         dp_rank, tp_rank = place
