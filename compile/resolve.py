@@ -248,11 +248,15 @@ def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
     return default if given is None else given
 
 
+NORM_PASSES = ("fuse_add_rms_norm", "fuse_all_reduce_rms_norm")
+
+
 def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
-    """Fuse norms unless Inductor does, which cannot look into the op that a norm is on a GPU."""
+    """Fuse norms with what is in front of them, unless Inductor does: it cannot look into the op
+    that a norm is on a GPU."""
     if config.passes is not None:
         return config.passes
-    return () if config.has_inductor and facts.is_cpu else ("fuse_add_rms_norm",)
+    return () if config.has_inductor and facts.is_cpu else NORM_PASSES
 
 
 def _serve_while_compiling(config: CompilationConfig, facts: _Facts) -> str:

@@ -32,7 +32,6 @@ from compile.cache.inductor_private import (
     CALL_GRAPH,
     caching,
     compiler_facts,
-    fresh_tracing,
     no_caches,
     replace,
 )
@@ -40,6 +39,7 @@ from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
 from compile.graphs.boundary import boundary
+from compile.passes.aten import fresh_tracing
 from compile.scope import Runnable
 
 ARTIFACT = "artifact.bin"

@@ -4,7 +4,7 @@ them, but for what loads and saves a compiled piece (inductor.py) and traces a f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -90,18 +90,6 @@ def _global_switches() -> tuple[Any, ...]:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )
-
-
-@contextmanager
-def fresh_tracing(inputs: Sequence[Any]) -> Iterator[None]:
-    """Compile outside of the tracing that is going on, with the symbols of its inputs."""
-    from torch._guards import TracingContext, detect_fake_mode, tracing
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode = detect_fake_mode(inputs) or FakeTensorMode(shape_env=ShapeEnv())
-    with tracing(TracingContext(mode)):
-        yield
 
 
 @contextmanager

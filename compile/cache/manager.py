@@ -12,7 +12,6 @@ A failed load is logged with its reason; it is an error only where there is no g
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -185,8 +184,7 @@ class CompilerManager:
         static = STATIC_OPTIONS if isinstance(piece.shape, int) else {}
         options: dict[str, Any] = {**UNCHECKED_OPTIONS, **static, **self._options}
         if self.compiler.name == EagerAdaptor.name:
-            graph = copy.deepcopy(graph)
-            self.passes.apply(graph)
+            graph = self.passes.apply(graph, inputs)
         else:
             options |= self.passes.inductor_config()
         found, handle = self.compiler.compile(graph, inputs, options, key)

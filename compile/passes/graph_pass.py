@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -53,6 +53,8 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "cast": ("float", "to", _prims.convert_element_type.default, _aten._to_copy.default),
 }
 _KINDS = {target: kind for kind, targets in _SPELLINGS.items() for target in targets}
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+"""What a functional graph has in place of an op that writes into its arguments."""
 
 
 class Operation(NamedTuple):
@@ -76,6 +78,8 @@ def operation(node: object) -> Operation:
         return _cast(node)
     if kind == "mean":
         return _row_mean(node)
+    if node.target is operator.getitem:
+        return _written(node)
     if node.kwargs:
         return _UNKNOWN
     if kind == "pow":
@@ -83,6 +87,57 @@ def operation(node: object) -> Operation:
     if kind == "mul" and node.args[0] is node.args[1]:
         return Operation("square", node.args[:1])
     return Operation(kind or _qualified_name(node.target), node.args)
+
+
+@dataclass(frozen=True)
+class Functionalized:
+    """An op that writes into whole tensors, as a functional graph has it: wrapped in another, which
+    returns the op's own results and then its `bases` as they are afterwards."""
+
+    op: torch._ops.OpOverload
+    bases: tuple[Node, ...]
+    _given: dict[str, Any]
+    _base_of: dict[str, int]
+
+    @classmethod
+    def of(cls, node: Node) -> Functionalized | None:
+        """Read a wrapper; None: the node is none, or the op is given views or lists."""
+        if node.target is not AUTO_FUNCTIONALIZED:
+            return None
+        op: Any = node.args[0]
+        given = dict(node.kwargs)
+        bases = tuple(given.pop("_all_bases"))  # type: ignore[arg-type]
+        base_of: dict[str, int] = {}
+        for argument in op._schema.arguments:
+            index = given.pop(f"_{argument.name}_base_index", None)
+            if isinstance(index, int):
+                base_of[argument.name] = index
+        names = {argument.name for argument in op._schema.arguments}
+        # What is left describes views of the bases.
+        return cls(op, bases, given, base_of) if given.keys() <= names else None
+
+    @property
+    def num_own(self) -> int:
+        """How many of the wrapper's results are the op's own; None counts."""
+        return max(1, len(self.op._schema.returns))
+
+    def arguments(self, bases: Sequence[Node]) -> tuple[Any, ...]:
+        """Return the op's arguments, with these in place of its bases."""
+        return tuple(
+            bases[self._base_of[each.name]]
+            if each.name in self._base_of
+            else self._given.get(each.name, each.default_value)
+            for each in self.op._schema.arguments
+        )
+
+
+def _written(node: Node) -> Operation:
+    """Return the op that has written a value, applied to what it was given to write into."""
+    wrapper, index = node.args
+    found = Functionalized.of(wrapper) if isinstance(wrapper, Node) else None
+    if found is None or len(found.bases) != 1 or index != found.num_own:
+        return _UNKNOWN
+    return Operation(_qualified_name(found.op), found.arguments(found.bases))
 
 
 def value(node: object) -> torch.Tensor | None:
@@ -148,7 +203,7 @@ class Bind:
 
 @dataclass(frozen=True)
 class Scalar:
-    """Any Python number; the same one wherever the name occurs."""
+    """Any Python number or string; the same one wherever the name occurs."""
 
     name: str
 
@@ -190,7 +245,7 @@ def _match(pattern: Pattern, found: Any, match: Match) -> Iterator[Match]:
         yield from _match_op(pattern, found, match)
     elif isinstance(pattern, Cast):
         yield from _match_cast(pattern, found, match)
-    elif isinstance(found, Node if isinstance(pattern, Bind) else (int, float)):
+    elif isinstance(found, Node if isinstance(pattern, Bind) else (int, float, str)):
         yield from _bound(pattern.name, found, match)
 
 
@@ -198,7 +253,8 @@ def _match_op(pattern: Op, found: Any, match: Match) -> Iterator[Match]:
     kind, args = operation(found)
     if kind != pattern.kind or len(args) != len(pattern.args):
         return
-    for inside in _bound(pattern.name, found, match | {"": (*match[""], found)}):
+    nodes = (found, found.args[0]) if found.target is operator.getitem else (found,)
+    for inside in _bound(pattern.name, found, match | {"": (*match[""], *nodes)}):
         yield from _match_all(pattern.args, args, inside)
         if kind in _COMMUTES:
             yield from _match_all(pattern.args, args[::-1], inside)

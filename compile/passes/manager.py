@@ -1,5 +1,5 @@
-"""`PassManager`: the configured passes, run in order on every graph, inside Inductor or without it.
-Its `uuid` belongs in every cache key."""
+"""`PassManager`: the configured passes, run in order on every graph, inside Inductor or without it,
+until they find nothing more. Its `uuid` belongs in every cache key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import torch.fx
 
 from compile.counters import counter
 from compile.errors import FieldError
+from compile.passes.aten import functional
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
+from compile.passes.fuse_all_reduce_rms_norm import FuseAllReduceRMSNorm
 from compile.passes.graph_pass import GraphPass
+from compile.passes.reinplace import reinplace
 
-PASSES: dict[str, Callable[[], GraphPass]] = {FuseAddRMSNorm.name: FuseAddRMSNorm}
+PASSES: dict[str, Callable[[], GraphPass]] = {
+    entry.name: entry for entry in (FuseAddRMSNorm, FuseAllReduceRMSNorm)
+}
 """Every pass by the name that `compilation.passes` lists it under."""
 
 
@@ -31,26 +36,34 @@ class PassManager:
                 raise FieldError("compilation.passes", wanted, name)
         return cls([PASSES[name]() for name in names])
 
-    def apply(self, module: torch.fx.GraphModule) -> int:
-        """Rewrite a module that runs as it is, without a compiler; return the number of matches."""
-        total = self(module.graph)
-        if total:
-            module.graph.lint()
-            module.recompile()
-        return total
+    def apply(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+        """Return a piece as it runs without a compiler: ATen ops, rewritten, that write in place
+        again. The piece is left as it was; inputs: as for `functional`."""
+        found = functional(module, inputs)
+        self(found.graph)
+        reinplace(found.graph)
+        found.graph.lint()
+        found.recompile()
+        return found
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite a graph in place, whose module the caller recompiles; return all matches."""
         total = 0
-        for entry in self.passes:
-            try:
-                count = entry(graph)
-            except Exception as error:
-                error.add_note(f"in graph pass {entry.name!r}; compilation.passes turns it off")
-                raise
+        # Each round but the last takes something away, so there are no more than nodes.
+        for _ in range(len(graph.nodes)):
+            count = sum(self._run(entry, graph) for entry in self.passes)
+            if not count:
+                break
             total += count
         counter.num_pass_matches += total
         return total
+
+    def _run(self, entry: GraphPass, graph: torch.fx.Graph) -> int:
+        try:
+            return entry(graph)
+        except Exception as error:
+            error.add_note(f"in graph pass {entry.name!r}; compilation.passes turns it off")
+            raise
 
     def uuid(self) -> str:
         """Return a hash of the passes, their order and their configuration."""

@@ -121,6 +121,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         self._experts = experts
         data = place.shard.data or Shard()
+        self._shard = place.shard
         self._groups = (place.shard.group_name, data.group_name)
         count, size = experts.num_experts, experts.intermediate_size
         up, back = (names.gate, names.up), (names.down,)
@@ -139,7 +140,7 @@ class SparseMLP(nn.Module):
             self._experts.norm_topk_prob,
             *self._groups,
         )
-        return out
+        return self._shard.all_reduce(out)
 
 
 # --- the op -------------------------------------------------------------------------------------
@@ -155,7 +156,8 @@ def _routed_experts(
     group: str,
     data_group: str,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's experts, over all ranks that hold some.
+    """Return the weighted sum of each token's experts, over this rank and those that compute other
+    tokens; the sum over ranks that compute the same ones is left to the caller.
 
     x: [T, E]; router_logits: [T, X]; gate_up, down: [Xr, 2 * I, E] and [Xr, E, I], or handles of
     packed ones, int64 [Xr]; group, data_group: names, "" for one rank alone
@@ -171,7 +173,7 @@ def _routed_experts(
         return out
 
     if data.size == 1:
-        return tensor.all_reduce(compute(x, router_logits)) if num_tokens else x.clone()
+        return compute(x, router_logits) if num_tokens else x.clone()
     metadata = _metadata_for(num_tokens, data)
     # One collective instead of two: what travels is short where it happens most often.
     rows, done = torch.cat((x, router_logits), 1), []
@@ -182,8 +184,7 @@ def _routed_experts(
         sent = chunk if len(chunk) else rows.new_zeros(1, rows.shape[1])
         everyones = data.all_gather(sent, 0, sizes)
         outputs = compute(everyones[:, :num_columns], everyones[:, num_columns:])
-        summed = tensor.all_reduce(data.reduce_scatter(outputs, sizes))
-        done.append(summed[: len(chunk)])
+        done.append(data.reduce_scatter(outputs, sizes)[: len(chunk)])
     return done[0] if len(done) == 1 else torch.cat([x[:0], *done])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import fx
 
 from compile import explain
@@ -62,7 +63,7 @@ class Root:
         manager = CompilerManager(scope, cache)
         graph = fx.symbolic_trace(lambda x: (x * 2,))
         for shape in (None, 4):
-            manager.compile(graph, [], index=0, shape=shape, num_graphs=1, key="toy")
+            manager.compile(graph, [torch.ones(4)], index=0, shape=shape, num_graphs=1, key="toy")
         (cache.directory / "report.json").write_text(REPORTED.to_json())
         (cache.directory / DYNAMO_GRAPH).write_text("the whole graph\n")
         (cache.directory / COMPUTATION_GRAPH).write_text("the split graph\n")
@@ -87,7 +88,7 @@ def root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Root:
     [
         ("dynamo", "the whole graph"),
         ("split", "the split graph"),
-        ("pieces", "    mul = x * 2;  x = None"),
+        ("pieces", "    mul = torch.ops.aten.mul.Tensor(arg0_1, 2);  arg0_1 = None"),
         ("stitch", "the stitched function"),
     ],
 )

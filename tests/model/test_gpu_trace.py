@@ -16,7 +16,7 @@ import torch
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.pools import GraphPools, new_graph_pool
-from compile.resolve import StepLimits, resolve
+from compile.resolve import NORM_PASSES, StepLimits, resolve
 from compile.scope import CompileScope, compile_scope
 from model.kernels import dispatch
 from model.parallel import Shard
@@ -42,11 +42,12 @@ def _traced_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def scope(path: Path, shard: Shard) -> CompileScope:
+def scope(path: Path, shard: Shard, *, use_inductor: bool) -> CompileScope:
     """Return the scope of a rank whose configuration is a GPU's, but for its graphs."""
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=32)
-    config = resolve(CompilationConfig(level=2), limits, device="cuda")
-    assert config.passes == ("fuse_add_rms_norm",) and config.use_inductor
+    given = CompilationConfig(level=2, use_inductor=use_inductor)
+    config = resolve(given, limits, device="cuda")
+    assert config.passes == NORM_PASSES and config.use_inductor == use_inductor
     pools = GraphPools(partial(new_graph_pool, torch.device("cpu")))
     factors = {"model": str(path), "group": shard.group_name}
     return CompileScope(config, tp_rank=shard.rank, key_factors=factors, pools=pools)
@@ -62,10 +63,10 @@ def logits(paged: Any, model: Any) -> list[torch.Tensor]:
     return [each for step in steps for each in step.values()]
 
 
-def compare(load: Any, paged: Any, path: Path, shard: Shard) -> float:
+def compare(load: Any, paged: Any, path: Path, shard: Shard, *, use_inductor: bool = True) -> float:
     """Return how far the compiled forward of a rank is from the one that is written."""
     wanted = logits(paged, load(path, shard)[0])
-    with compile_scope(scope(path, shard)):
+    with compile_scope(scope(path, shard, use_inductor=use_inductor)):
         compiled, _ = load(path, shard)
     found = logits(paged, compiled)
     assert compiled.model.is_compiled
@@ -85,11 +86,16 @@ def test_inductor_compiles_what_a_gpu_traces(
 
 
 @pytest.mark.feature("O06")
+@pytest.mark.parametrize("use_inductor", [True, False], ids=["inductor", "no compiler"])
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
-def test_inductor_compiles_what_two_gpus_trace(
-    family: str, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
+def test_two_gpus_sum_and_norm_in_one_op(
+    family: str, use_inductor: bool, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
 ) -> None:
+    """Of each rank and layer two: behind attention and behind the MLP or experts. The second norm
+    was one of a sum before."""
     path, _ = make_checkpoint(family=family, **SMALL, **FAMILIES[family])
-    with counter.expect(num_pass_matches=2 * LAYERS):
-        errors = run_ranks(2, lambda shard: compare(load, paged, path, shard))
+    with counter.expect(num_pass_matches=2 * (2 + 1) * LAYERS):
+        errors = run_ranks(
+            2, lambda shard: compare(load, paged, path, shard, use_inductor=use_inductor)
+        )
     assert max(errors) < TOLERANCE

@@ -67,6 +67,7 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         "routed_experts": [(wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, "", "")],
         "unified_attention_with_output": [(q, k, v, cos, sin, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
+        "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "gather": [(x, torch.empty(1, T, E, dtype=dtype), shard.group_name)],
         "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
         "": [],

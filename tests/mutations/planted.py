@@ -310,7 +310,7 @@ MUTATIONS = (
     Mutation(
         "Passes run in Inductor alone.",
         "compile/cache/manager.py",
-        {"self.passes.apply(graph)": "pass"},
+        {"graph = self.passes.apply(graph, inputs)": "pass"},
         (
             "tests/cluster/parity/test_compiled_start.py::"
             "test_passes_rewrite_pieces_that_no_compiler_sees",

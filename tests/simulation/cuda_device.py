@@ -240,7 +240,8 @@ class CudaDevice:
     def holds(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return False
-        return not isinstance(value, FakeTensor | FunctionalTensor) and self.memory.holds(value)
+        is_traced = isinstance(value, FakeTensor | FunctionalTensor)
+        return not (is_traced or torch._is_functional_tensor(value)) and self.memory.holds(value)
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory with a meta tensor's layout. A capture takes it from its pool."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from cluster.group.context import RankContext
 from cluster.rank.leader import Leader
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import Submit
+from compile.cache.artifacts import OUTPUT_CODE, unpack
 from compile.config import CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError
@@ -86,6 +88,28 @@ def test_passes_rewrite_pieces_that_no_compiler_sees(
         output = tokens_of(run(leader.engine, [Request(prompt, 6).message(0)])["0"])
     assert len(output) == 6
     oracle.check_greedy(prompt, output)
+
+
+@pytest.mark.feature("O01", "O02", "O07", "O10")
+def test_two_ranks_sum_and_norm_in_one_op_without_a_compiler(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Each of the fused norms is of a sum over ranks, which none but that norm reads. So fewer ops
+    run, and none of them wrapped or on a copy."""
+    oracle, prompt = make_oracle("llama3 rope"), [1, 2, 3]
+    row = replace(ROW, tp=2)
+    with (
+        counter.expect(num_pass_matches=8, num_eager_compiles=3),
+        started(oracle, row, str(tmp_path), use_inductor=False) as leader,
+    ):
+        output = tokens_of(run(leader.engine, [Request(prompt, 6).message(0)])["0"])
+        paths = filter(zipfile.is_zipfile, tmp_path.rglob("artifacts/*"))
+        sources = "".join(unpack(path.read_bytes())[OUTPUT_CODE].decode() for path in paths)
+    oracle.check_greedy(prompt, output)
+    # Of three different pieces, the first has the embedding's sum, the others two of a layer each.
+    assert sources.count("lockstep.all_reduce_add_rms_norm.default(") == 4
+    assert sources.count("lockstep.all_reduce.default(") == 1
+    assert "auto_functionalized" not in sources and "clone" not in sources
 
 
 @pytest.mark.feature("G05")

@@ -275,36 +275,43 @@ def test_a_norm_whose_parts_are_used_elsewhere_keeps_them() -> None:
 
 
 class Swap:
-    """Replaces additions by products, or by what it is told."""
+    """Replaces additions, or what it is told to find."""
 
-    def __init__(self, name: str = "swap", replacement: object = operator.mul) -> None:
+    def __init__(
+        self, name: str, replacement: object, found: object = torch.ops.aten.add.Tensor
+    ) -> None:
         self.name = name
         self.replacement = replacement
+        self.found = found
 
     def uuid(self) -> str:
         return source_hash(sys.modules[__name__], config=repr(self.replacement))
 
     def __call__(self, graph: torch.fx.Graph) -> int:
-        found = graph.find_nodes(op="call_function", target=operator.add)
+        found = graph.find_nodes(op="call_function", target=self.found)
         for node in found:
             node.target = self.replacement
         return len(found)
 
 
 def traced() -> torch.fx.GraphModule:
-    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x + y) + y
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x + y) + y,)
 
     return torch.fx.symbolic_trace(function)
 
 
-def test_passes_run_in_their_order_on_a_graph_without_a_compiler() -> None:
-    module = traced()
-    first, second = Swap("first", operator.sub), Swap("second")
+@pytest.mark.feature("O06")
+def test_passes_run_in_their_order_until_they_find_nothing_more() -> None:
+    """The first one undoes what the second one makes, but for what is not there a third time."""
+    sub, mul = torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor
+    first, second = Swap("first", sub), Swap("second", mul, found=sub)
     manager = PassManager([first, second])
-    with counter.expect(num_pass_matches=2):
-        assert manager.apply(module) == 2
-    assert module(torch.tensor(7), torch.tensor(2)).item() == 3
+    module, inputs = traced(), [torch.tensor(7), torch.tensor(2)]
+    with counter.expect(num_pass_matches=4):
+        found = manager.apply(module, inputs)
+    assert found(*inputs)[0].item() == 7 * 2 * 2
+    assert module(*inputs)[0].item() == 7 + 2 + 2, "the piece is left as it was"
 
 
 def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:
@@ -320,12 +327,12 @@ def test_an_error_names_the_pass_that_raised_it() -> None:
             raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside") as caught:
-        PassManager([Broken("broken")]).apply(traced())
+        PassManager([Broken("broken", None)])(traced().graph)
     assert caught.value.__notes__ == ["in graph pass 'broken'; compilation.passes turns it off"]
 
 
 def test_a_managers_uuid_follows_its_passes_and_their_order() -> None:
-    first, second = Swap("first", operator.sub), Swap("second")
+    first, second = Swap("first", operator.sub), Swap("second", operator.mul)
     uuids = [
         PassManager(passes).uuid()
         for passes in ([], [first], [second], [first, second], [second, first])

@@ -97,7 +97,8 @@ class RealTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [a for a in tree_leaves((args, result)) if torch.is_tensor(a)]
-        if any(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors):
+        plain = [tensor for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter)]
+        if any(not torch._is_functional_tensor(each) and each.untyped_storage() for each in plain):
             self.ops.append(str(func))
         return result
 
