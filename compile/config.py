@@ -166,7 +166,8 @@ class CUDAGraphMode(Enum):
     NONE = 0
     """Nothing is captured."""
     PIECEWISE = 1
-    """Each compiled piece is captured; splitting ops run eagerly between them."""
+    """Each compiled piece is captured, at level 0 what is written between splitting ops; these run
+    eagerly between."""
     FULL = 2
     """A whole forward is one graph."""
     FULL_DECODE_ONLY = (2, 0)
@@ -331,6 +332,12 @@ class CompilationConfig:
         return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the forward is captured as it is written, broken at splitting ops."""
+        is_written = self.level == CompilationLevel.NO_COMPILATION
+        return is_written and self.graph_mode.requires_piecewise_compilation()
+
+    @property
     def has_inductor(self) -> bool:
         """Whether Inductor compiles; without it pieces run as they were traced."""
         return self.use_inductor and self.compiler != "eager"
@@ -384,14 +391,16 @@ def _kept(value: Any, kind: Any) -> Any:
 
 
 def _check_mode(config: CompilationConfig) -> None:
-    """Pieces can be captured only if there are pieces."""
+    """Pieces can be captured only if there are pieces, or captures that are broken."""
     mode = config.cudagraph_mode
-    if mode is None or not mode.requires_piecewise_compilation() or config.can_split:
+    if mode is None or not mode.requires_piecewise_compilation():
         return
-    if config.level == CompilationLevel.PIECEWISE:
+    if config.level in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
+        if config.splitting_ops != ():
+            return
         wanted = f"at least one op where cudagraph_mode is {mode.name}"
         raise FieldError("compilation.splitting_ops", wanted, list(config.splitting_ops or ()))
-    wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (pieces need level 3)"
+    wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (levels 0 and 3 have pieces)"
     raise FieldError("compilation.cudagraph_mode", wanted, mode.name)
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import methodcaller
+from operator import call
 from typing import Any, TypeVar
 
 import torch
@@ -97,8 +97,9 @@ class ForwardContext:
     """The graph to capture or replay; None if the step runs eagerly."""
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     """NONE, PIECEWISE or FULL: what this forward captures or replays."""
-    replay: Callable[[Any], None] = field(default=methodcaller("replay"), compare=False)
-    """Replays a graph. A step that is timed brings one that reads a clock around it."""
+    replay: Callable[[Callable[[], None]], None] = field(default=call, compare=False)
+    """Calls what replays a graph, or a part of one. A step that is timed brings one that reads a
+    clock around it."""
 
 
 class _PerThread(threading.local):

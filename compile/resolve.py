@@ -92,10 +92,11 @@ def resolve(
         level, mode = int(CompilationLevel.NO_COMPILATION), CUDAGraphMode.NONE
         config = replace(config, level=level, cudagraph_mode=mode, cudagraph_copy_inputs=False)
     asked = _asked_mode(config, preset)
+    can_split = config.can_split or asked.requires_piecewise_compilation()
     facts = _Facts(
         limits=limits,
         asked_mode=asked,
-        mode=_within_attention(asked, attention, can_split=config.can_split),
+        mode=_within_attention(asked, attention, can_split=can_split),
         attention=f"{backend_name or 'in use'}: {attention.name}",
         are_sizes_tokens=config.cudagraph_capture_sizes is not None
         and (preset is None or config.cudagraph_mode is not None),
@@ -236,7 +237,8 @@ def _sizes_left(config: CompilationConfig, facts: _Facts) -> tuple[int, ...] | N
 def _splitting_ops(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     if config.splitting_ops is not None:
         return config.splitting_ops
-    return DEFAULT_SPLITTING_OPS if config.level == CompilationLevel.PIECEWISE else ()
+    is_split = config.level == CompilationLevel.PIECEWISE or config.is_broken
+    return DEFAULT_SPLITTING_OPS if is_split else ()
 
 
 def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:

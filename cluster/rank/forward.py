@@ -122,7 +122,9 @@ class StepForward:
     @property
     def num_replays(self) -> dict[BatchDescriptor, int]:
         """How often each full graph was replayed, those that `close` let go of included."""
-        return self._replays_at_end or dict(getattr(self._call, "num_replays", {}))
+        call = self._call
+        is_full = isinstance(call, CUDAGraphWrapper) and call.mode is CUDAGraphMode.FULL
+        return self._replays_at_end or (dict(call.num_replays) if is_full else {})
 
     @property
     def captured(self) -> CapturedGraphs:
@@ -423,10 +425,10 @@ class StepForward:
 
         replayed_s = 0.0
 
-        def replay(graph: Any) -> None:
+        def replay(part: Callable[[], None]) -> None:
             nonlocal replayed_s
             began = time.perf_counter()
-            graph.replay()
+            part()
             replayed_s += time.perf_counter() - began
 
         began = time.perf_counter()

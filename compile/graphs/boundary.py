@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Recorder(Protocol):
@@ -49,6 +50,15 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
         yield
     finally:
         active.recorder = before
+
+
+class CaptureMode(TorchDispatchMode):
+    """A mode under which a step is captured. Nothing is traced there, so Dynamo need not be kept
+    out, for which torch would import it: a second of a start that compiles nothing."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:

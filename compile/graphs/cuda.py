@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from compile.errors import ReplayError
-from compile.graphs.boundary import map_tensors
+from compile.graphs.boundary import CaptureMode, map_tensors
 
 T = TypeVar("T")
 
@@ -54,36 +56,84 @@ class CudaGraphPool:
         return _side_stream(self.device)
 
 
-class CudaStepGraph:
-    """One captured step. Invariant: its tensors lie in the pool and are not owned by it."""
+class _Part(NamedTuple):
+    call: Callable[[], None]
+    is_captured: bool
 
-    def __init__(self, pool: CudaGraphPool) -> None:
+
+class CudaStepGraph:
+    """One captured step: a CUDA graph, or several with calls of ops between them. Invariant: its
+    tensors lie in the pool, and it owns none but those that the ops between are given."""
+
+    def __init__(self, pool: CudaGraphPool, breaks: Collection[str] = ()) -> None:
         self._pool = pool
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._breaks = breaks
+        self._parts: list[_Part] = []
 
     def capture(self, fn: Callable[[], T]) -> T:
-        """Capture `fn`, which runs nothing, replay it once and return its result."""
+        """Capture `fn`, which runs nothing, replay it once and return its result. What is captured
+        before a break is replayed there, and the op runs on that."""
+        parts: list[_Part] = []
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._pool.device)
-        with torch.cuda.stream(self._pool.capture_stream()):
+
+        def begin() -> None:
+            nonlocal graph
+            graph = torch.cuda.CUDAGraph()
             # NCCL's watchdog polls events in its thread, which a global capture forbids.
             graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+
+        def end() -> None:
+            graph.capture_end()
+            parts.append(_Part(graph.replay, is_captured=True))
+            graph.replay()
+
+        def run_between(call: Callable[[], None]) -> None:
+            end()
+            call()
+            parts.append(_Part(call, is_captured=False))
+            begin()
+
+        torch.cuda.synchronize(self._pool.device)
+        with torch.cuda.stream(self._pool.capture_stream()):
+            begin()
             try:
-                result = fn()
+                with _Breaks(self._breaks, run_between) if self._breaks else nullcontext():
+                    result = fn()
             except BaseException:
                 # An invalid capture cannot end well, and what made it invalid says more.
-                with contextlib.suppress(RuntimeError):
+                with suppress(RuntimeError):
                     graph.capture_end()
                 raise
-            graph.capture_end()
-        self._graph = graph
-        graph.replay()
+            end()
+        self._parts = parts
         return result
 
-    def replay(self) -> None:
-        if self._graph is None:
+    def replay(self, run: Callable[[Callable[[], None]], None] = operator.call) -> None:
+        if not self._parts:
             raise ReplayError("replay", "a captured step", "none")
-        self._graph.replay()
+        for part in self._parts:
+            if part.is_captured:
+                run(part.call)
+            else:
+                part.call()
+
+
+class _Breaks(CaptureMode):
+    """Hands on the calls of some ops, with what they are given: it stays where it is as long as the
+    call is kept. All other ops run."""
+
+    def __init__(self, names: Collection[str], take: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__()
+        self._names = names
+        self._take = take
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name().partition(".")[0] not in self._names:
+            return func(*args, **(kwargs or {}))
+        self._take(functools.partial(func, *args, **(kwargs or {})))
+        return None
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

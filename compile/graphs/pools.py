@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,8 +24,8 @@ class StepGraph(Protocol):
     def capture(self, fn: Callable[[], T]) -> T:
         """Run `fn`, in effect once, and keep it; return its result."""
 
-    def replay(self) -> None:
-        """Run it again on what its tensors hold now."""
+    def replay(self, run: Callable[[Callable[[], None]], None] = ...) -> None:
+        """Run it again on what its tensors hold now; `run` calls each part that was captured."""
 
 
 class GraphPool(Protocol):
@@ -55,12 +55,14 @@ def new_graph_pool(device: torch.device, *, poison: bool = True) -> GraphPool:
     raise CaptureError("graph pool", "a device of type cpu or cuda", str(device))
 
 
-def new_step_graph(pool: GraphPool) -> StepGraph:
-    """Return a graph whose memory comes from `pool`; nothing is captured yet."""
+def new_step_graph(pool: GraphPool, breaks: Collection[str] = ()) -> StepGraph:
+    """Return a graph whose memory comes from `pool`; nothing is captured yet. Ops named in `breaks`
+    run in every replay as they do in an eager step, with that step's forward context, between the
+    parts that are captured. They write into tensors that they are given."""
     if isinstance(pool, CpuGraphPool):
-        return CpuStepGraph(pool)
+        return CpuStepGraph(pool, breaks)
     assert isinstance(pool, CudaGraphPool), f"graph pool: wanted one of ours, found {pool!r}"
-    return CudaStepGraph(pool)
+    return CudaStepGraph(pool, breaks)
 
 
 class GraphPools:

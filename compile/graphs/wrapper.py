@@ -12,7 +12,7 @@ KV caches by the forward context; who allocates those keeps them in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -48,13 +48,16 @@ class CUDAGraphWrapper:
         mode: CUDAGraphMode,
         pools: GraphPools,
         *,
+        breaks: Collection[str] = (),
         trims_pool: bool = True,
     ) -> None:
-        """Wrap `runnable`, to be captured and replayed in steps of `mode`: PIECEWISE or FULL. With
-        `trims_pool` garbage is collected before a capture, which takes longer than that."""
+        """Wrap `runnable`, to be captured and replayed in steps of `mode`: PIECEWISE or FULL. Ops
+        named in `breaks` run between what is captured. With `trims_pool` garbage is collected
+        before a capture, which takes longer than that."""
         assert mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL), mode
         self.runnable = runnable
         self.mode = mode
+        self._breaks = breaks
         self._trims_pool = trims_pool
         self._pools = pools
         self._entries: dict[BatchDescriptor, _Entry] = {}
@@ -89,13 +92,13 @@ class CUDAGraphWrapper:
         key: BatchDescriptor,
         entry: _Entry,
         args: tuple[Any, ...],
-        replay: Callable[[StepGraph], None],
+        replay: Callable[[Callable[[], None]], None],
     ) -> Any:
         addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
         if addresses != entry.addresses:
             wanted, found = (str([hex(a) for a in each]) for each in (entry.addresses, addresses))
             raise ReplayError(f"inputs of the {self.mode.name} graph for {key}", wanted, found)
-        replay(entry.graph)
+        entry.graph.replay(replay)
         entry.num_replays += 1
         counter.num_cudagraph_replayed += 1
         return entry.output
@@ -104,7 +107,7 @@ class CUDAGraphWrapper:
         pool = self._pools.of(key)
         if self._trims_pool:
             pool.trim()
-        graph = new_step_graph(pool)
+        graph = new_step_graph(pool, self._breaks)
         output = graph.capture(lambda: self.runnable(*args))
         addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
         self._entries[key] = _Entry(graph, addresses, pool.weak_ref(output))
@@ -118,10 +121,14 @@ class CUDAGraphWrapper:
 def wrap_forward(
     runnable: Callable[..., Any], config: CompilationConfig, pools: GraphPools
 ) -> Callable[..., Any]:
-    """Return a forward that replays full graphs if the configuration has any."""
-    if not config.graph_mode.has_full_cudagraphs():
-        return runnable
-    return CUDAGraphWrapper(runnable, CUDAGraphMode.FULL, pools)
+    """Return a forward that replays full graphs if the configuration has any, and piecewise ones if
+    no compiler makes pieces: its captures are broken at the splitting ops."""
+    if config.is_broken:
+        breaks = config.splitting_ops or ()
+        runnable = CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, pools, breaks=breaks)
+    if config.graph_mode.has_full_cudagraphs():
+        return CUDAGraphWrapper(runnable, CUDAGraphMode.FULL, pools)
+    return runnable
 
 
 class StableOutputs:

@@ -49,18 +49,21 @@ def test_helpers_of_a_mode_follow_its_truth_table(
 
 @pytest.mark.feature("A06")
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_with_pieces_need_level_3_and_a_splitting_op(mode: CUDAGraphMode) -> None:
-    assert CompilationConfig(level=3, cudagraph_mode=mode).graph_mode is mode
+def test_modes_with_pieces_need_level_0_or_3_and_a_splitting_op(mode: CUDAGraphMode) -> None:
+    for level in (0, 3):
+        assert CompilationConfig(level=level, cudagraph_mode=mode).graph_mode is mode
     refusals: list[tuple[dict[str, Any], str]] = [
         (
             {"level": level},
             f"cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level {level} "
-            f"(pieces need level 3), found {mode.name!r}",
+            f"(levels 0 and 3 have pieces), found {mode.name!r}",
         )
-        for level in range(3)
+        for level in (1, 2)
     ]
     wanted = f"wanted at least one op where cudagraph_mode is {mode.name}"
-    refusals.append(({"level": 3, "splitting_ops": ()}, f"splitting_ops: {wanted}, found []"))
+    for level in (0, 3):
+        none = {"level": level, "splitting_ops": ()}
+        refusals.append((none, f"splitting_ops: {wanted}, found []"))
     for fields, line in refusals:
         if mode not in (PIECEWISE, BOTH):
             assert CompilationConfig(cudagraph_mode=mode, **fields).graph_mode is mode

@@ -315,6 +315,9 @@ _PIECES: dict[str, Any] = {"level": 3, "compiler": "eager", **_GRAPHS}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "0-FULL": {"compilation": {"level": 0, "cudagraph_mode": "FULL", **_GRAPHS}},
+    "0-FULL_AND_PIECEWISE": {
+        "compilation": {"level": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", **_GRAPHS}
+    },
     "3-PIECEWISE": {"compilation": {"cudagraph_mode": "PIECEWISE", **_PIECES}},
     "3-FULL": {"compilation": {"cudagraph_mode": "FULL", **_PIECES}},
     "3-FULL_AND_PIECEWISE": {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE", **_PIECES}},

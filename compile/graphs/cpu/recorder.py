@@ -21,24 +21,24 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import operator
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, current_context, resumed_context
 from compile.custom_op import composite_of, function_of
 from compile.errors import CaptureError, ReplayError
 from compile.graphs import boundary
-from compile.graphs.boundary import map_tensors, rebuild, tensors_of
+from compile.graphs.boundary import CaptureMode, map_tensors, rebuild, tensors_of
 from compile.graphs.cpu.pool import Block, CpuGraphPool, poison_value, view_of
 
 aten = torch.ops.aten
@@ -72,8 +72,9 @@ class CpuStepGraph:
     host values and the forward context are those of the capture, as in a CUDA graph. Invariant: it
     owns no tensor but scalars that the step made from host values."""
 
-    def __init__(self, pool: CpuGraphPool) -> None:
+    def __init__(self, pool: CpuGraphPool, breaks: Collection[str] = ()) -> None:
         self._pool = pool
+        self._breaks = breaks
         self._recorder: Recorder | None = None
         self._is_inference = False
 
@@ -81,7 +82,7 @@ class CpuStepGraph:
         """Run `fn` and record it; return its result, whose fresh tensors lie in the pool. Raises
         CaptureError if `fn` does what a replay cannot repeat, ReplayError if it made a tensor
         outside of the pool that is gone."""
-        recorder = Recorder(self._pool)
+        recorder = Recorder(self._pool, self._breaks)
         with _capturing(), torch.no_grad(), recorder.active():
             result = fn()
         recorder.collect()
@@ -89,7 +90,7 @@ class CpuStepGraph:
         recorder.check_alive()
         return result
 
-    def replay(self) -> None:
+    def replay(self, run: Callable[[Callable[[], None]], None] = operator.call) -> None:
         """Run the step again; ReplayError: none was captured, or a tensor that it reads is gone."""
         if _state.is_capturing:
             raise CaptureError("replay", "no capture around it", "one on this thread")
@@ -97,10 +98,11 @@ class CpuStepGraph:
             raise ReplayError("replay", "a captured step", "none")
         self._recorder.check_alive()
         with torch.inference_mode(self._is_inference), torch.no_grad():
-            for context, calls in self._recorder.groups:
-                with resumed_context(context):
-                    for call in calls:
-                        call()
+            for part in self._recorder.parts:
+                if isinstance(part, Recorded):
+                    run(part.replay)
+                else:
+                    part()
 
 
 @contextmanager
@@ -114,14 +116,29 @@ def _capturing() -> Iterator[None]:
         _state.is_capturing = False
 
 
+@dataclasses.dataclass
+class Recorded:
+    """Calls in a row that run under one forward context."""
+
+    context: ForwardContext | None
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    def replay(self) -> None:
+        with resumed_context(self.context):
+            for call in self.calls:
+                call()
+
+
 class Recorder:
     """Records the calls of one step. Invariant: of the pool's tensors it holds only aliases."""
 
-    def __init__(self, pool: CpuGraphPool) -> None:
+    def __init__(self, pool: CpuGraphPool, breaks: Collection[str] = ()) -> None:
+        """`breaks`: names of ops that a replay calls with its own forward context."""
         self._pool = pool
+        self._breaks = breaks
         self._freezer = Freezer(pool)
         self._modes = Modes(self.op)
-        self.groups: list[tuple[ForwardContext | None, list[Call]]] = []
+        self.parts: list[Recorded | Call] = []
         self._context: ForwardContext | None = None
         self._placed: dict[Block, torch.dtype] = {}
         self._constants: list[torch.Tensor] = []
@@ -159,6 +176,8 @@ class Recorder:
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.name().partition(".")[0]
+        if name in self._breaks:
+            return self._run_between(func, name, args, kwargs)
         composite = composite_of(func, "cpu") or _composite(func)
         if composite is not None:
             with self._modes.off(), self._modes.dispatching():
@@ -176,6 +195,16 @@ class Recorder:
             if torch.Tag.inplace_view in func.tags:
                 return func(*args, **kwargs)
             return self._record(func, args, kwargs, name)
+
+    def _run_between(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        with self._modes.off(), boundary.recording(None):
+            self.collect()
+            frozen = self._freezer.freeze(args, name), self._freezer.freeze(kwargs, name)
+            fn = function_of(func, "cpu") or func
+            fn(*args, **kwargs)
+            self.parts.append(functools.partial(fn, *frozen[0], **frozen[1]))
 
     def _record(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
@@ -241,10 +270,11 @@ class Recorder:
 
     def _append(self, call: Call) -> None:
         context = current_context()
-        if not self.groups or context is not self._context:
-            self.groups.append((self._freezer.context(context), []))
+        last = self.parts[-1] if self.parts else None
+        if not isinstance(last, Recorded) or context is not self._context:
+            self.parts.append(last := Recorded(self._freezer.context(context)))
             self._context = context
-        self.groups[-1][1].append(call)
+        last.calls.append(call)
 
 
 # --- how a step is seen: the ops that are dispatched, and reads for which none is -----------------
@@ -308,9 +338,9 @@ class Modes:
             mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(CaptureMode):
     def __init__(self, handle: Callable[..., Any], stack: Modes) -> None:
-        TorchDispatchMode.__init__(self)
+        CaptureMode.__init__(self)
         self._handle = handle
         self._stack = stack
 

@@ -7,7 +7,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ ROW = Row("six heads", "run down", level=3, mode=CUDAGraphMode.NONE)
 def started(oracle: Any, row: Row, cache_dir: str, **compilation: Any) -> Iterator[Leader]:
     config = row.config(oracle, cache_dir)
     config = replace(config, compilation=replace(config.compilation, **compilation))
-    with leading(config, RankProcesses(), []) as leader:
+    processes = RankProcesses()
+    with closing(processes), leading(config, processes, []) as leader:
         yield leader
 
 
@@ -110,6 +111,33 @@ def test_two_ranks_sum_and_norm_in_one_op_without_a_compiler(
     assert sources.count("lockstep.all_reduce_add_rms_norm.default(") == 4
     assert sources.count("lockstep.all_reduce.default(") == 1
     assert "auto_functionalized" not in sources and "clone" not in sources
+
+
+WRITTEN = """
+import sys
+from pathlib import Path
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.group.context import RankContext
+from cluster.rank.runner import ModelRunner
+from compile.config import CompilationConfig
+
+config = CompilationConfig(level=0, cudagraph_mode="FULL_AND_PIECEWISE")
+engine = EngineConfig(
+    sys.argv[1], 64, cache=CacheConfig(4, 40), scheduler=SchedulerConfig(4, 32), compilation=config
+)
+captured = ModelRunner(RankContext(engine)).forward.captured
+print(*captured.token_counts, *captured.batch_sizes, "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.feature("X03")
+def test_a_start_that_captures_what_is_written_imports_no_dynamo(
+    make_oracle: Callable[[str], Any],
+) -> None:
+    command = [sys.executable, "-c", WRITTEN, str(make_oracle("llama3 rope").path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    sizes = [*(1, 2, 4, 8, 16, 32), *(1, 2, 4)]
+    assert ended.stdout.split() == [*map(str, sizes), "False"], ended.stderr
 
 
 @pytest.mark.feature("G05")

@@ -33,6 +33,8 @@ SLOW_COMPILED = {"mistral window 13 wide heads", "qwen2 tied", "mixtral tied eig
 MODES = [
     (0, NONE, "A01 A09 B01"),
     (0, FULL, "B03 Q02"),
+    (0, PIECEWISE, "X03"),
+    (0, BOTH, "X03"),
     (1, NONE, "A02"),
     (2, NONE, "A03"),
     (2, DECODE_ONLY, ""),
@@ -44,7 +46,14 @@ MODES = [
 ]
 # What is not split is compiled for one family: that takes four times as long as pieces do. What
 # level 0 replays in mode FULL for every family, level 3 does for one.
-OF_EVERY_FAMILY = {(0, FULL), (3, NONE), (3, PIECEWISE), (3, DECODE_ONLY), (3, BOTH)}
+OF_EVERY_FAMILY = {
+    (0, FULL),
+    (0, PIECEWISE),
+    (3, NONE),
+    (3, PIECEWISE),
+    (3, DECODE_ONLY),
+    (3, BOTH),
+}
 
 TENSOR_PARALLEL = [
     ("one kv head", 2),
@@ -123,6 +132,7 @@ def tensor_parallel() -> Iterator[Any]:
     for shape in SLOW_TENSOR_PARALLEL:
         yield case(Row(shape, "everything", 2), is_slow=True)
     yield case(Row("one kv head", "everything", 2, level=3, mode=BOTH), "G01", True)
+    yield case(Row("one kv head", "everything", 2, mode=BOTH), "X03")
 
 
 def data_parallel() -> Iterator[Any]:
@@ -132,6 +142,7 @@ def data_parallel() -> Iterator[Any]:
     yield case(Row("one kv head", "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
     yield case(Row(experts, "uneven", 1, 2, mode=DECODE_ONLY))
     yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY))
+    yield case(Row(experts, "uneven", 1, 2, mode=PIECEWISE), "X03")
     for shape in (odd, experts):
         for load in ("uneven", "seeded"):
             row = Row(shape, load, 1, 2, level=3, mode=BOTH, compiler="inductor")

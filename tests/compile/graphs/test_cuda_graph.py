@@ -82,6 +82,30 @@ def test_a_capture_leaves_other_threads_alone_and_ends_whatever_happens(
         assert calls == [*begun, "replay"]
 
 
+@pytest.mark.feature("X03")
+def test_a_capture_ends_and_begins_at_an_op_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: StandInGraph(calls))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    x = torch.zeros(2)
+
+    def fn() -> str:
+        x.add_(1)
+        x.mul_(2)
+        return "output"
+
+    graph = CudaStepGraph(StandInPool(), ["aten::add_"])  # type: ignore[arg-type]
+    begin = ("begin", (0, 1), "thread_local")
+    assert graph.capture(fn) == "output"
+    assert calls == [begin, "end", "replay", begin, "end", "replay"]
+    assert x.tolist() == [2, 2]
+    calls.clear()
+    graph.replay(lambda part: calls.append(part()))
+    assert calls == ["replay", None, "replay", None]
+    assert x.tolist() == [3, 3], "the op runs again, and what is captured nowhere but on a GPU"
+
+
 def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight) + x
 

@@ -191,7 +191,7 @@ def test_a_compiled_piece_is_one_call_and_is_compiled_once() -> None:
         graph = CpuStepGraph(CpuGraphPool(poison=False))
         outputs = graph.capture(lambda: fn(*static))
         assert graph._recorder is not None
-        assert [len(calls) for _, calls in graph._recorder.groups] == [1]
+        assert [len(part.calls) for part in graph._recorder.parts] == [1]
         for seed in range(1, 4):
             fresh = draw(torch.Generator().manual_seed(seed))
             for buffer, value in zip(static, fresh, strict=True):
@@ -492,6 +492,51 @@ def test_one_value_may_be_written_through_a_mask() -> None:
     x.copy_(torch.tensor([-1.0, 1.0, -2.0]))
     graph.replay()
     assert output.tolist() == [9.0, 1.0, 9.0]
+
+
+def _shifted(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write x plus what the step's context says, a value that a graph would freeze."""
+    out.copy_(x + get_forward_context().attn_metadata)
+
+
+shifted = direct_register_custom_op(
+    "test_shifted", _shifted, mutates_args=["out"], is_composite=True
+)
+
+
+@pytest.mark.feature("X03")
+def test_an_op_at_which_a_capture_is_broken_runs_with_the_context_of_its_step() -> None:
+    """Graphs of two sizes in one pool, whatever the other one has left there; and what is between
+    breaks is replayed by whoever asks to."""
+    pool, x, runs = new_graph_pool(CPU), torch.zeros(4), list[int]()
+
+    def step(n: int) -> torch.Tensor:
+        y = x[:n] * 2
+        for _ in range(2):
+            out = torch.empty_like(y)
+            shifted(y, out)
+            y = out * 3
+        return y + 1
+
+    def run(part: Callable[[], None]) -> None:
+        runs.append(1)
+        part()
+
+    graphs = {}
+    for n in (4, 2):
+        graph = new_step_graph(pool, ["lockstep::test_shifted"])
+        with forward_context(ForwardContext(attn_metadata=5)):
+            output = graph.capture(partial(step, n))
+        assert torch.equal(output, torch.full((n,), 3 * (3 * 5 + 5) + 1.0))
+        graphs[n] = graph, pool.weak_ref(output)
+        del output
+    for n, shift, value in [(4, 1, 1.0), (2, 2, 3.0), (4, 4, 2.0)]:
+        x.fill_(value)
+        graph, output = graphs[n]
+        with forward_context(ForwardContext(attn_metadata=shift)):
+            graph.replay(run)
+            assert torch.equal(output, step(n))
+    assert len(runs) >= 3 * 3
 
 
 @pytest.mark.parametrize("what", ["capture", "replay"])
