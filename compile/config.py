@@ -399,7 +399,7 @@ def _check_mode(config: CompilationConfig) -> None:
         if config.splitting_ops != ():
             return
         wanted = f"at least one op where cudagraph_mode is {mode.name}"
-        raise FieldError("compilation.splitting_ops", wanted, list(config.splitting_ops or ()))
+        raise FieldError("compilation.splitting_ops", wanted, [])
     wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (levels 0 and 3 have pieces)"
     raise FieldError("compilation.cudagraph_mode", wanted, mode.name)
 

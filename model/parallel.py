@@ -52,9 +52,12 @@ def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str
         wanted = f"{group.size()} with {x.shape[dim]} at rank {group.rank()}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
     padded = _padded(x, max(sizes), dim)
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
+    joined = padded.new_empty((len(sizes) * padded.shape[0], *padded.shape[1:]))
+    group._allgather_base(joined, padded).wait()
+    if dim == 0 and min(sizes) == max(sizes):
+        return joined
+    parts = zip(joined.chunk(len(sizes)), sizes, strict=True)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in parts], dim)
 
 
 def _padded(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
@@ -87,9 +90,11 @@ def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> to
     if len(sizes) != group.size() or x.shape[0] != sum(sizes):
         wanted = f"{group.size()} with the sum {x.shape[0]}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
-    parts = [_padded(part, max(sizes), 0) for part in x.split(list(sizes))]
-    found = torch.empty_like(parts[0])
-    dist.reduce_scatter(found, parts, group=group)
+    most = max(sizes)
+    if min(sizes) < most:
+        x = torch.cat([_padded(part, most, 0) for part in x.split(list(sizes))])
+    found = x.new_empty((most, *x.shape[1:]))
+    group._reduce_scatter_base(found, x.contiguous(), dist.ReduceScatterOptions()).wait()
     return found[: sizes[group.rank()]]
 
 

@@ -123,8 +123,9 @@ class StepForward:
     def num_replays(self) -> dict[BatchDescriptor, int]:
         """How often each full graph was replayed, those that `close` let go of included."""
         call = self._call
-        is_full = isinstance(call, CUDAGraphWrapper) and call.mode is CUDAGraphMode.FULL
-        return self._replays_at_end or (dict(call.num_replays) if is_full else {})
+        if isinstance(call, CUDAGraphWrapper) and call.mode is CUDAGraphMode.FULL:
+            return self._replays_at_end or dict(call.num_replays)
+        return {}
 
     @property
     def captured(self) -> CapturedGraphs:

@@ -56,6 +56,9 @@ class CaptureMode(TorchDispatchMode):
     """A mode under which a step is captured. Nothing is traced there, so Dynamo need not be kept
     out, for which torch would import it: a second of a start that compiles nothing."""
 
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
