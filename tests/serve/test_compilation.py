@@ -172,8 +172,8 @@ OPTIONS = "compilation.inductor_compile_config: wanted "
             OPTIONS + "an object of plain values",
         ),
         (
-            {"O": "0", "cc.cudagraph_mode": "PIECEWISE"},
-            "compilation.cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level 0",
+            {"O": "1", "cc.cudagraph_mode": "PIECEWISE"},
+            "compilation.cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level 1",
         ),
         (
             {"cc.cudagraph_capture_sizes": "[65]"},

@@ -112,7 +112,7 @@ def test_an_ingress_that_does_not_read_is_given_up_and_learns_so_if_it_reads_aga
     sender.send([output("ends", "stop"), output("2")])
     assert sender.send([output("goes on", "abort")]) == []
     assert ids(b) == ["2"] and not sender.expects("ends")
-    found = b""
+    found: bytes | None = None
     while found != GIVEN_UP:  # until it reads, each step tries again to tell it
         sender.send([])
         if deaf.poll(20):
