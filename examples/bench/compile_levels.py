@@ -33,6 +33,7 @@ import torch  # noqa: E402
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {"level": 0, "cudagraph_mode": "NONE"},
+    "level 0 PIECEWISE": {"level": 0, "cudagraph_mode": "PIECEWISE"},
     "level 2": {"level": 2, "cudagraph_mode": "NONE"},
     "level 3": {"level": 3, "cudagraph_mode": "NONE"},
     "level 3 FULL": {"level": 3, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -79,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", help="where to write the figures")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     parser.add_argument("--dp-rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--level", type=int, default=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -171,13 +173,26 @@ def medians(runners: dict[str, Any], batch: int, options: argparse.Namespace) ->
 # --- starts -----------------------------------------------------------------------------------
 
 
+STARTS = [
+    ("cold", 0, 3),
+    ("warm", 0, 3),
+    ("second rank", 1, 3),
+    ("warm again", 0, 3),
+    ("as written", 0, 0),
+    ("as written again", 0, 0),
+]
+"""Name, data-parallel rank and level."""
+
+
 def starts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time starts of the bundled model at level 3 in processes of their own, and print them."""
+    """Time starts of the bundled model with piecewise graphs in processes of their own, at level 3
+    and, with what was compiled for that of no use, as it is written; print them."""
     found = []
     with tempfile.TemporaryDirectory() as cache:
-        for name, dp_rank in (("cold", 0), ("warm", 0), ("second rank", 1), ("warm again", 0)):
+        for name, dp_rank, level in STARTS:
             command = [sys.executable, __file__, "--start", str(ROOT / "examples" / "tiny")]
             command += ["--dp-rank", str(dp_rank), "--batches", options.batches]
+            command += ["--level", str(level)]
             environment = {**os.environ, "LOCKSTEP_CACHE_ROOT": cache, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, env=environment, check=True, capture_output=True, text=True
@@ -197,7 +212,8 @@ def time_start(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     from compile.counters import counter
 
     began = time.perf_counter()
-    made = runner(path, "float32", {"level": 3}, options)
+    fields = {"level": options.level, "cudagraph_mode": "PIECEWISE"}
+    made = runner(path, "float32", fields, options)
     our_steps(made, 1, 1)()
     return {
         "seconds": round(time.perf_counter() - began, 2),
