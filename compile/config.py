@@ -166,8 +166,8 @@ class CUDAGraphMode(Enum):
     NONE = 0
     """Nothing is captured."""
     PIECEWISE = 1
-    """Each compiled piece is captured, at level 0 what is written between splitting ops; these run
-    eagerly between."""
+    """Each compiled piece is captured, or at level 0 what runs between splitting ops; these ops run
+    eagerly."""
     FULL = 2
     """A whole forward is one graph."""
     FULL_DECODE_ONLY = (2, 0)
@@ -328,12 +328,14 @@ class CompilationConfig:
 
     @property
     def can_split(self) -> bool:
-        """Whether graphs are split into pieces, which can then be captured."""
-        return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
+        """Whether a forward is captured in parts: pieces of level 3, or what level 0 runs between
+        splitting ops."""
+        levels = (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE)
+        return self.level in levels and self.splitting_ops != ()
 
     @property
-    def is_broken(self) -> bool:
-        """Whether the forward is captured as it is written, broken at splitting ops."""
+    def has_breakable_graphs(self) -> bool:
+        """Whether the forward is captured as it is written, and captures end at splitting ops."""
         is_written = self.level == CompilationLevel.NO_COMPILATION
         return is_written and self.graph_mode.requires_piecewise_compilation()
 
@@ -391,21 +393,21 @@ def _kept(value: Any, kind: Any) -> Any:
 
 
 def _check_mode(config: CompilationConfig) -> None:
-    """Pieces can be captured only if there are pieces, or captures that are broken."""
+    """Parts can be captured only if there are parts."""
     mode = config.cudagraph_mode
-    if mode is None or not mode.requires_piecewise_compilation():
+    if mode is None or not mode.requires_piecewise_compilation() or config.can_split:
         return
     if config.level in (CompilationLevel.NO_COMPILATION, CompilationLevel.PIECEWISE):
-        if config.splitting_ops != ():
-            return
         wanted = f"at least one op where cudagraph_mode is {mode.name}"
         raise FieldError("compilation.splitting_ops", wanted, [])
-    wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (levels 0 and 3 have pieces)"
+    modes = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level}"
+    wanted = f"{modes} (piecewise graphs need level 0 or 3)"
     raise FieldError("compilation.cudagraph_mode", wanted, mode.name)
 
 
 def _check_combinations(config: CompilationConfig) -> None:
-    can_copy = config.can_split and config.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE)
+    has_pieces = config.level == CompilationLevel.PIECEWISE and config.can_split
+    can_copy = has_pieces and config.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE)
     if config.cudagraph_copy_inputs and not can_copy:
         wanted = "false where cudagraph_mode is not PIECEWISE at level 3"
         raise FieldError("compilation.cudagraph_copy_inputs", wanted, True)

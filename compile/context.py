@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import call
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -47,6 +47,10 @@ class DPMetadata:
         """Return each rank's tokens in a chunk; at least one, so that all join its collectives."""
         before = max_chunk * index
         return tuple(max(1, min(max_chunk, n - before)) for n in self.num_tokens_across_dp)
+
+
+ReplayPart: TypeAlias = Callable[[Callable[[], None]], None]
+"""Calls what replays a graph, or one captured part of it."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,8 @@ class ForwardContext:
     """The graph to capture or replay; None if the step runs eagerly."""
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     """NONE, PIECEWISE or FULL: what this forward captures or replays."""
-    replay: Callable[[Callable[[], None]], None] = field(default=call, compare=False)
-    """Calls what replays a graph, or a part of one. A step that is timed brings one that reads a
-    clock around it."""
+    replay: ReplayPart = field(default=call, compare=False)
+    """A step that is timed brings one that reads a clock around the call."""
 
 
 class _PerThread(threading.local):

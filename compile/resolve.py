@@ -92,11 +92,10 @@ def resolve(
         level, mode = int(CompilationLevel.NO_COMPILATION), CUDAGraphMode.NONE
         config = replace(config, level=level, cudagraph_mode=mode, cudagraph_copy_inputs=False)
     asked = _asked_mode(config, preset)
-    can_split = config.can_split or asked.requires_piecewise_compilation()
     facts = _Facts(
         limits=limits,
         asked_mode=asked,
-        mode=_within_attention(asked, attention, can_split=can_split),
+        mode=_within_attention(asked, attention, can_split=config.can_split),
         attention=f"{backend_name or 'in use'}: {attention.name}",
         are_sizes_tokens=config.cudagraph_capture_sizes is not None
         and (preset is None or config.cudagraph_mode is not None),
@@ -237,8 +236,9 @@ def _sizes_left(config: CompilationConfig, facts: _Facts) -> tuple[int, ...] | N
 def _splitting_ops(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     if config.splitting_ops is not None:
         return config.splitting_ops
-    is_split = config.level == CompilationLevel.PIECEWISE or config.is_broken
-    return DEFAULT_SPLITTING_OPS if is_split else ()
+    is_split = config.can_split and facts.mode.requires_piecewise_compilation()
+    has_pieces = config.level == CompilationLevel.PIECEWISE
+    return DEFAULT_SPLITTING_OPS if has_pieces or is_split else ()
 
 
 def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:

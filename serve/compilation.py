@@ -232,9 +232,7 @@ def check_names(config: CompilationConfig) -> None:
     """Refuse ops and options of the compiler that do not exist: with them no start could compile.
     Only torch and the model know the names, and importing both takes seconds: so they are imported
     only where a name is given."""
-    if (config.can_split or config.is_broken) and set(config.splitting_ops or ()) - set(
-        DEFAULT_SPLITTING_OPS
-    ):
+    if config.can_split and set(config.splitting_ops or ()) - set(DEFAULT_SPLITTING_OPS):
         import model.weights  # noqa: F401  (registers its ops)
         from compile.pieces.split import look_up_ops
 

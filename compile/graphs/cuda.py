@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from compile.context import ReplayPart
 from compile.errors import ReplayError
 from compile.graphs.boundary import CaptureMode, map_tensors
 
@@ -108,7 +109,7 @@ class CudaStepGraph:
         self._parts = parts
         return result
 
-    def replay(self, run: Callable[[Callable[[], None]], None] = operator.call) -> None:
+    def replay(self, run: ReplayPart = operator.call) -> None:
         if not self._parts:
             raise ReplayError("replay", "a captured step", "none")
         for part in self._parts:

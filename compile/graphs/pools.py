@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from compile.config import PoolPolicy
-from compile.context import BatchDescriptor
+from compile.context import BatchDescriptor, ReplayPart
 from compile.errors import CaptureError
 from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.cpu.recorder import CpuStepGraph
@@ -24,7 +24,7 @@ class StepGraph(Protocol):
     def capture(self, fn: Callable[[], T]) -> T:
         """Run `fn`, in effect once, and keep it; return its result."""
 
-    def replay(self, run: Callable[[Callable[[], None]], None] = ...) -> None:
+    def replay(self, run: ReplayPart = ...) -> None:
         """Run it again on what its tensors hold now; `run` calls each part that was captured."""
 
 

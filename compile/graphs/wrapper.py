@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor, get_forward_context
+from compile.context import BatchDescriptor, ReplayPart, get_forward_context
 from compile.counters import counter
 from compile.errors import CaptureError, ReplayError
 from compile.graphs.boundary import map_tensors, tensors_of
@@ -92,7 +92,7 @@ class CUDAGraphWrapper:
         key: BatchDescriptor,
         entry: _Entry,
         args: tuple[Any, ...],
-        replay: Callable[[Callable[[], None]], None],
+        replay: ReplayPart,
     ) -> Any:
         addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
         if addresses != entry.addresses:
@@ -122,8 +122,8 @@ def wrap_forward(
     runnable: Callable[..., Any], config: CompilationConfig, pools: GraphPools
 ) -> Callable[..., Any]:
     """Return a forward that replays full graphs if the configuration has any, and piecewise ones if
-    no compiler makes pieces: its captures are broken at the splitting ops."""
-    if config.is_broken:
+    no compiler makes pieces: then captures end at the splitting ops, and begin again."""
+    if config.has_breakable_graphs:
         breaks = config.splitting_ops or ()
         runnable = CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, pools, breaks=breaks)
     if config.graph_mode.has_full_cudagraphs():

@@ -9,7 +9,6 @@ import sys
 
 import torch
 import torch.fx
-from torch.fx import Node
 
 from compile.custom_op import LIBRARY, direct_register_custom_op
 from compile.passes import graph_pass
@@ -55,18 +54,7 @@ class FuseAddRMSNorm:
         return source_hash(sys.modules[__name__], graph_pass, config=schema)
 
     def __call__(self, graph: torch.fx.Graph) -> int:
-        count = 0
-        for node in list(graph.nodes):
-            match = _find(node)
-            if match is not None:
-                _replace(graph, match)
-                count += 1
-        return count
-
-
-def _find(node: Node) -> Match | None:
-    matches = (match for norm in NORMS for match in graph_pass.find(norm, node))
-    return next((match for match in matches if _can_replace(match)), None)
+        return graph_pass.rewrite(graph, NORMS, _can_replace, _replace)
 
 
 def _can_replace(match: Match) -> bool:
@@ -108,6 +96,3 @@ def _replace(graph: torch.fx.Graph, match: Match) -> None:
     fused.meta = {key: old for key, old in norm.meta.items() if key not in left_out}
     key = "val" if "val" in norm.meta else "example_value"
     fused.meta[key] = tuple(value(new) for new in results)
-    for node in graph_pass.matched_nodes(match):
-        if not node.users:
-            graph.erase_node(node)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -232,6 +232,27 @@ Match = dict[str, Any]
 
 def find(pattern: Pattern, node: Node) -> Iterator[Match]:
     yield from _match(pattern, node, {"": ()})
+
+
+def rewrite(
+    graph: torch.fx.Graph,
+    patterns: Sequence[Pattern],
+    can_replace: Callable[[Match], bool],
+    replace: Callable[[torch.fx.Graph, Match], None],
+) -> int:
+    """Replace at each node the first match of a pattern that may be replaced, take away the matched
+    nodes that nothing reads any more, and return how many matches there were."""
+    count = 0
+    for node in list(graph.nodes):
+        matches = (match for pattern in patterns for match in find(pattern, node))
+        if (found := next(filter(can_replace, matches), None)) is None:
+            continue
+        replace(graph, found)
+        for matched in matched_nodes(found):
+            if not matched.users:
+                graph.erase_node(matched)
+        count += 1
+    return count
 
 
 def matched_nodes(match: Match) -> tuple[Node, ...]:

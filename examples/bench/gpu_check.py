@@ -87,6 +87,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "graphs-0-FULL_DECODE_ONLY-shared": (GRAPHS, 120.0),
         "graphs-3-FULL_AND_PIECEWISE-shared": (GRAPHS, 240.0),
         "graphs-0-NONE-shared": (GRAPHS, 120.0),
+        "graphs-0-FULL_AND_PIECEWISE-shared": (GRAPHS, 120.0),
         "graphs-2-NONE-shared": (GRAPHS, 240.0),
         "graphs-3-PIECEWISE-shared": (GRAPHS, 240.0),
         "graphs-3-FULL_AND_PIECEWISE-per_bucket": (GRAPHS, 240.0),

@@ -161,6 +161,12 @@ TARGETS = (
         RIGHT,
         features=("B04", "K03", "M01"),
     ),
+    Target(
+        "graphs-0-FULL_AND_PIECEWISE-shared",
+        f"{_STATES} 0 FULL_AND_PIECEWISE shared",
+        RIGHT,
+        features=("X03",),
+    ),
     Target("graphs-3-FULL_AND_PIECEWISE-shared", f"{_STATES} {_BEST}", RIGHT, features=("B05",)),
     Target(
         "graphs-3-FULL_AND_PIECEWISE-shared-bfloat16",

@@ -460,7 +460,7 @@ class Directory:
                 continue  # reported before it was rebuilt
             if report.state == "stopping":
                 if known is not None:
-                    known.on_end("its replica stops")  # within seconds if a step does not end
+                    known.on_end("its replica stops")  # nothing runs there, or will not end
             elif known is not None and not known.is_lost and report.epoch == known.report.epoch:
                 known.see(report)
             elif report.state == "ready":

@@ -56,7 +56,7 @@ def test_modes_with_pieces_need_level_0_or_3_and_a_splitting_op(mode: CUDAGraphM
         (
             {"level": level},
             f"cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level {level} "
-            f"(levels 0 and 3 have pieces), found {mode.name!r}",
+            f"(piecewise graphs need level 0 or 3), found {mode.name!r}",
         )
         for level in (1, 2)
     ]

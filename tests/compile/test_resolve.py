@@ -144,10 +144,12 @@ def test_enforce_eager_wins_over_level_and_mode_and_needs_no_size_to_capture(
     ("level", "attention", "wanted"),
     [
         (3, ALWAYS, {mode: mode for mode in CUDAGraphMode}),
-        (0, ALWAYS, {NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
+        (0, ALWAYS, {mode: mode for mode in CUDAGraphMode}),
         (3, UNIFORM, {mode: BOTH if mode is FULL else mode for mode in CUDAGraphMode}),
-        (0, UNIFORM, {NONE: NONE, FULL: DECODE_ONLY, DECODE_ONLY: DECODE_ONLY}),
+        (0, UNIFORM, {mode: BOTH if mode is FULL else mode for mode in CUDAGraphMode}),
+        (2, UNIFORM, {NONE: NONE, FULL: DECODE_ONLY, DECODE_ONLY: DECODE_ONLY}),
         (3, NEVER, {mode: NONE if mode is NONE else PIECEWISE for mode in CUDAGraphMode}),
+        (0, NEVER, {mode: NONE if mode is NONE else PIECEWISE for mode in CUDAGraphMode}),
         (2, NEVER, {NONE: NONE, FULL: NONE, DECODE_ONLY: NONE}),
     ],
 )

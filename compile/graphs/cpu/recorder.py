@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from compile.context import ForwardContext, current_context, resumed_context
+from compile.context import ForwardContext, ReplayPart, current_context, resumed_context
 from compile.custom_op import composite_of, function_of
 from compile.errors import CaptureError, ReplayError
 from compile.graphs import boundary
@@ -90,7 +90,7 @@ class CpuStepGraph:
         recorder.check_alive()
         return result
 
-    def replay(self, run: Callable[[Callable[[], None]], None] = operator.call) -> None:
+    def replay(self, run: ReplayPart = operator.call) -> None:
         """Run the step again; ReplayError: none was captured, or a tensor that it reads is gone."""
         if _state.is_capturing:
             raise CaptureError("replay", "no capture around it", "one on this thread")

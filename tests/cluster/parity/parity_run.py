@@ -187,9 +187,9 @@ def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankPro
     run = Run(row, oracle, requests, config, [[] for _ in requests], {"mixed": []}, [])
     ready = counter.expect(**dict.fromkeys(EAGER if row.is_eager else (), 0))
     with ready, leading(config, processes, run.pools["mixed"]) as leader:
-        # A capture that is broken is one graph.
+        # Where captures end at attention, a step is one graph.
         num_layers = len(leader.runner.model.attention_layers())
-        run.num_pieces = 1 if config.compilation.is_broken else num_layers + 1
+        run.num_pieces = 1 if config.compilation.has_breakable_graphs else num_layers + 1
         with counter.expect(**dict.fromkeys(AFTER_READY, 0)):
             log = _step_all(leader, run)
     run.pools["mixed"][0] = replace(run.pools["mixed"][0], log=log)

@@ -505,7 +505,7 @@ shifted = direct_register_custom_op(
 
 
 @pytest.mark.feature("X03")
-def test_an_op_at_which_a_capture_is_broken_runs_with_the_context_of_its_step() -> None:
+def test_an_op_at_which_a_capture_ends_runs_with_the_context_of_its_step() -> None:
     """Graphs of two sizes in one pool, whatever the other one has left there; and what is between
     breaks is replayed by whoever asks to."""
     pool, x, runs = new_graph_pool(CPU), torch.zeros(4), list[int]()
