@@ -48,18 +48,25 @@ class Node:
 
 @pytest.fixture
 def make_node(ray_cluster: Any) -> Iterator[Callable[[Path], Any]]:
+    """What makes a node, in a placement group that takes in whatever is started there, as Serve
+    makes those of replicas."""
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    made: list[Any] = []
+    made: list[tuple[Any, Any]] = []
 
     def make(shared: Path) -> Any:
+        group = ray.util.placement_group([{"CPU": 1}])
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
         remote = ray.remote(num_cpus=1, concurrency_groups={"ctl": 1})(Node)
-        made.append(remote.remote(str(shared)))
-        return made[-1]
+        node = remote.options(scheduling_strategy=strategy).remote(str(shared))
+        made.append((node, group))
+        return node
 
     yield make
-    for node in made:
+    for node, group in made:
         ray.kill(node)
+        ray.util.remove_placement_group(group)
 
 
 @pytest.mark.feature("P12")
