@@ -104,8 +104,8 @@ class ArtifactBoard:
                 self._end(key, has_failed=False)
 
 
-# Every rank may wait in a claim, and one more call must get through to publish. A replica's placement
-# group takes in what its ranks start, and no bundle has what the head node has.
+# Every rank may wait in a claim, and one more call must get through to publish. A replica's
+# placement group takes in what its ranks start, and no bundle has what the head node has.
 RemoteBoard = ray.remote(
     num_cpus=0, resources=HEAD, max_concurrency=1000, scheduling_strategy="DEFAULT"
 )(ArtifactBoard)
