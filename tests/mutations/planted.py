@@ -323,6 +323,36 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "The board of artifacts is placed among a replica's ranks, where it cannot be (P12).",
+        "cluster/actors/artifact_board.py",
+        {', scheduling_strategy="DEFAULT"': ""},
+        (
+            "tests/cluster/actors/test_artifact_board.py::"
+            "test_nodes_fetch_what_one_of_them_compiles[eager-True-3]",
+        ),
+    ),
+    Mutation(
+        "Ops of pieces that no compiler sees write into copies (O07).",
+        "compile/passes/manager.py",
+        {"        reinplace(found.graph)\n": ""},
+        (
+            "tests/cluster/parity/test_compiled_start.py::"
+            "test_two_ranks_sum_and_norm_in_one_op_without_a_compiler",
+        ),
+    ),
+    Mutation(
+        "What runs where a replica stops is waited for until its ranks are killed (P17).",
+        "serve/pools/directory.py",
+        {'if report.state == "stopping":': 'if report.state == "never":'},
+        ("tests/serve/pools/test_directory.py",),
+    ),
+    Mutation(
+        "What a replica runs leaves for a leader that has stopped (P17).",
+        "serve/pools/directory.py",
+        {" if each.report.engine_id in reported]": "]"},
+        ("tests/serve/pools/test_directory.py",),
+    ),
+    Mutation(
         "Passes run in Inductor alone.",
         "compile/cache/manager.py",
         {"graph = self.passes.apply(graph, inputs)": "pass"},

@@ -50,7 +50,7 @@ def test_the_serve_command_is_the_one_that_the_tests_run(server: Any) -> None:
     command = block_with("bash", "serve run serve.app:deploy\n")
     assert command.strip().endswith("&& .venv/bin/serve run serve.app:deploy")
     assert server.process.args[1:] == ["run", "serve.app:deploy"]
-    assert server.get("/ready")[0] == 200
+    server.wait_until_ready()
 
 
 def test_the_curl_commands(shell: Any) -> None:
