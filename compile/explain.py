@@ -31,6 +31,7 @@ from compile.cache.index import (
     shape_text,
 )
 from compile.cache.key import TRACED_FILES, describe, differing
+from compile.cache.tuning import HEADER, TUNING
 from compile.environment import root_directory
 from compile.pieces.diagnose import GraphBreakError
 from compile.report import COMPUTATION_GRAPH, DYNAMO_GRAPH, REPORT, TRANSFORMED_CODE, CompileReport
@@ -183,9 +184,12 @@ def _from_report(report: CompileReport) -> Iterator[str]:
 
 def _state(shared: Path, name: str) -> str:
     try:
-        return f"{len(ArtifactStore(shared / ARTIFACTS).get(name))} bytes"
+        data = ArtifactStore(shared / ARTIFACTS).get(name)
+        tuning = unpack(data).get(TUNING, b"").decode().splitlines()
     except ArtifactError as error:
         return f"unusable: {error}"
+    num_tuned = sum(line.startswith(HEADER) for line in tuning)
+    return f"{len(data)} bytes" + (f", {num_tuned} products tuned" if num_tuned else "")
 
 
 def _where(forward: Path, file: str | None, num_artifacts: int) -> str:
@@ -215,7 +219,9 @@ def _code(shared: Path, name: str) -> str:
         members = unpack(ArtifactStore(shared / ARTIFACTS).get(name))
     except ArtifactError as error:
         return f"# unusable: {error}"
-    return members.get(OUTPUT_CODE, b"# no code\n").decode(errors="replace")
+    tuning = members.get(TUNING, b"").decode().splitlines(keepends=True)
+    code = members.get(OUTPUT_CODE, b"# no code\n").decode(errors="replace")
+    return "".join([*(f"# {line}" for line in tuning), code])
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from compile.cache.inductor_private import (
     no_caches,
     replace,
 )
+from compile.cache.tuning import TUNING, watched
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
@@ -107,7 +108,7 @@ class InductorAdaptor(CompilerInterface):
         counter.num_inductor_compiles += 1
         source = _Source(graph, example_inputs, compiler_config)
         if self._store is None or key is None:
-            with inductor_builds(), no_caches():
+            with inductor_builds(), no_caches(), watched():
                 return DirectCall(self._compiled(source)), None
         scratch = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
         directory = InductorDirectory(Path(scratch.name), self._directory.probes)
@@ -127,7 +128,11 @@ class InductorAdaptor(CompilerInterface):
         self, directory: InductorDirectory, source: _Source
     ) -> tuple[Runnable, bytes | None]:
         """Return a compiled piece and what to store of it; None if it cannot be saved."""
-        with directory.entered(is_loading=False) as loaded, inductor_builds():
+        with (
+            directory.entered(is_loading=False) as loaded,
+            inductor_builds(),
+            watched() as tuned,
+        ):
             artifact = None
             try:
                 artifact = self._compiled(source, is_saved=True)
@@ -137,8 +142,10 @@ class InductorAdaptor(CompilerInterface):
                 return artifact or self._compiled(source), None
             members = {BUNDLED + name: data for name, data in directory.collect(loaded).items()}
             sources = [path for path in loaded if path.suffix == ".py"]
-            code = sources[-1].read_bytes() if sources else b""
-            return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
+            members[OUTPUT_CODE] = sources[-1].read_bytes() if sources else b""
+            if tuned:
+                members[TUNING] = "\n".join([*tuned, ""]).encode()
+            return artifact, pack({**members, ARTIFACT: content})
 
     def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
         """Return a piece, as a `CompiledArtifact` if it is to be saved, or NotSaveableError."""

@@ -126,6 +126,18 @@ def cleared_caches() -> Iterator[None]:
         clear()
 
 
+@contextmanager
+def feedback(take: Callable[..., None]) -> Iterator[None]:
+    """Call `take` for each product that is tuned inside, with the milliseconds of each candidate,
+    the name of the op, its inputs as Inductor's nodes, and more that torch adds to."""
+    savers = private("torch._inductor.select_algorithm", "get_algorithm_selector_cache")()
+    savers.add_feedback_saver(take)
+    try:
+        yield
+    finally:
+        savers.feedback_saver_fns.remove(take)
+
+
 def missing_kernels() -> int:
     """Return how many kernels Inductor did not find in its artifact. Only a difference across one
     order counts builds: loading an artifact adds what they grew by when it was compiled."""

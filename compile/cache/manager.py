@@ -37,6 +37,9 @@ UNCHECKED_OPTIONS = {"size_asserts": False, "scalar_asserts": False, "alignment_
 """Inductor checks each input of a piece at run time, which is a tenth of a small step. Inputs were
 checked before: weights when they were bound, all others by the shapes of the trace."""
 
+QUIET_OPTIONS = {"autotune_num_choices_displayed": 0}
+"""Inductor prints what it tunes; here it is logged and kept."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -182,7 +185,8 @@ class CompilerManager:
         counter.num_backend_compilations += 1
         key = None if self.cache is None else piece.key
         static = STATIC_OPTIONS if isinstance(piece.shape, int) else {}
-        options: dict[str, Any] = {**UNCHECKED_OPTIONS, **static, **self._options}
+        options: dict[str, Any] = {**UNCHECKED_OPTIONS, **QUIET_OPTIONS, **static}
+        options |= self._options
         if self.compiler.name == EagerAdaptor.name:
             graph = self.passes.apply(graph, inputs)
         else:

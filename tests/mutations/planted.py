@@ -344,13 +344,25 @@ MUTATIONS = (
         "What runs where a replica stops is waited for until its ranks are killed (P17).",
         "serve/pools/directory.py",
         {'if report.state == "stopping":': 'if report.state == "never":'},
-        ("tests/serve/pools/test_directory.py",),
+        (
+            "tests/serve/pools/test_directory.py::"
+            "test_what_runs_where_a_replica_stops_goes_on_elsewhere_at_once",
+        ),
     ),
     Mutation(
         "What a replica runs leaves for a leader that has stopped (P17).",
         "serve/pools/directory.py",
         {" if each.report.engine_id in reported]": "]"},
         ("tests/serve/pools/test_directory.py",),
+    ),
+    Mutation(
+        "What a piece was tuned to is not kept (Q07).",
+        "compile/cache/inductor.py",
+        {"            if tuned:\n": "            if False:\n"},
+        (
+            "tests/compile/pieces/test_tuning.py::"
+            "test_a_size_is_tuned_by_the_first_start_and_later_ones_read_what_it_found",
+        ),
     ),
     Mutation(
         "Passes run in Inductor alone.",

@@ -73,7 +73,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
 from cluster.group.context import RankPlace
 from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
-from cluster.kv.reads import KVPulls
+from cluster.kv.reads import ANSWER_TIMEOUT_S, KVPulls
 from cluster.rank.follower import FollowerLoop
 from cluster.wire.messages import (
     EngineOutput,
@@ -519,11 +519,18 @@ class World:
         most 1.5 times the mean queue of its pool, and a prompt."""
         leader, pool = connection.directory_leader, connection.rank.group.pool
         taken = leader._running[attempt]
-        offers = [each.offer(taken.stage) for each in connection.ingress.directory._able(pool)]
+        able = connection.ingress.directory._able(pool)
+        readers = [each for each in able if each.can_read(taken.stage)]
+        offers = [each.offer(taken.stage) for each in readers or able]
         queues_s = [each.queued_tokens * min(each.token_s.values(), default=inf) for each in offers]
         token_s = min(leader.report.token_s.values(), default=inf)
-        if token_s == inf or inf in queues_s:
-            return  # of some nothing was heard yet
+        if token_s == inf or inf in queues_s or any(each.is_old for each in offers):
+            return  # of some nothing was heard yet, or not lately
+        if pool == "decode" and taken.stage.handoff is None:
+            # Steps that only decode tell nothing of a prompt.
+            num_tokens = min(taken.stage.num_tokens, self.schedule.budget)
+            if any(max(each.token_s) < num_tokens.bit_length() for each in offers):
+                return
         queue_s = (leader._others_tokens + leader._uncached_tokens) * token_s
         mean_s = (sum(queues_s) - taken.uncached_tokens * token_s) / len(queues_s)
         self.outcome.num_judged["queues"] += len(queues_s) > 1
@@ -638,8 +645,8 @@ class World:
 
     def lose_calls(self, duration_s: float) -> None:
         self._calls_lost_until = self.loop.now + duration_s
-        # If a release is lost, its KV is held until then.
-        self.on_trouble(self._calls_lost_until + self.schedule.lease_s)
+        # If a release is lost, its KV is held until then; if an answer is, its reader waits for it.
+        self.on_trouble(self._calls_lost_until + max(self.schedule.lease_s, ANSWER_TIMEOUT_S))
 
     def arrival(self, way: Any, mean_s: float = 0.001, *, not_before: float = 0.0) -> float:
         """Return when a frame arrives; those between two do in order."""

@@ -307,7 +307,7 @@ async def test_what_runs_where_a_replica_stops_goes_on_elsewhere_at_once() -> No
     connections.see(report_of(replica="a"))
     mailbox = await submit(connections, "r")
     connections.see(report_of(replica="a", state="stopping"), report_of(replica="b"))
-    lost = await mailbox.get()
+    lost = await asyncio.wait_for(mailbox.get(), 10)
     assert (lost.finish_reason, lost.error) == ("died", "mixed/a/0 epoch=0: its replica stops")
     assert connections["mixed/a/0"].is_closed
     connections.see(report_of(replica="a", state="draining"), report_of(replica="b"))  # late
