@@ -8,7 +8,7 @@
 All ranks of the cluster that name the same cache directory share one board, whatever group, pool,
 application or job they belong to: keys are hashes of all that decides the code. The first rank that
 would compile makes it, and when it ends with that rank, the next that asks makes another.
-If a claim waits for too long or the board cannot be had, the asking rank compiles itself.
+If a claim waits for too long, or the board does not start, the asking rank compiles itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ HEAD = {"node:__internal_head__": 0.001}
 """What Ray's head node alone has: it lasts as long as the cluster."""
 CLAIM_TIMEOUT_S = 600.0
 """Longer than a piece takes with autotuning."""
+START_TIMEOUT_S = 60.0
+"""The board imports torch, on a head node that may be busy."""
 WATCH_PERIOD_S = 1.0
 """How often the ranks that compile are looked at."""
 RETRY_S = 0.5
@@ -133,6 +135,8 @@ class RayExchange:
         self._cache_dir = cache_dir
         self._board: Any = None
         """Kept: a board ends with the handle of the rank that made it."""
+        self._is_off = False
+        """No board could be started, and none is asked for again."""
 
     def claim(self, key: str) -> bytes | None:
         """Return another rank's artifact, waiting for it; None if this one is to compile."""
@@ -146,6 +150,8 @@ class RayExchange:
         for is_last in (False, False, True):
             try:
                 self._board = self._board or self._find()
+                if self._is_off:
+                    return None
                 call = getattr(self._board, method).remote(key, given)
                 return ray.get(call, timeout=CLAIM_TIMEOUT_S)
             # A board that dies while another is made raises ValueError, not a RayError.
@@ -158,7 +164,15 @@ class RayExchange:
                 time.sleep(RETRY_S)
 
     def _find(self) -> Any:
-        """Return the board, which is made where there is none."""
+        """Return the board once it runs, which is made where there is none. One that does not start
+        would cost each claim its whole time."""
         name = BOARD_PREFIX + self._cache_dir
         named = RemoteBoard.options(name=name, namespace=NAMESPACE, get_if_exists=True)
-        return named.remote(self._cache_dir)
+        board = named.remote(self._cache_dir)
+        try:
+            ray.get(board.__ray_ready__.remote(), timeout=START_TIMEOUT_S)
+        except TimeoutError:
+            wanted = f"wanted it to start on the cluster's head node in {START_TIMEOUT_S:g} s"
+            log.warning("%s: %s, found it pending: this node compiles for itself", name, wanted)
+            self._is_off = True
+        return board

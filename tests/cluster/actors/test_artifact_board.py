@@ -135,6 +135,27 @@ def test_a_claim_outlives_who_compiles_and_what_was_published_all_of_them(
     assert ray.get(third.claim.remote("a")) == b"machine code"
 
 
+@pytest.mark.feature("P12")
+def test_a_board_that_does_not_start_is_told_once_and_waited_for_once(
+    ray_cluster: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import ray
+
+    from cluster.actors import artifact_board
+
+    nowhere = ray.remote(num_cpus=0, resources={"nowhere": 1}, scheduling_strategy="DEFAULT")
+    monkeypatch.setattr(artifact_board, "RemoteBoard", nowhere(artifact_board.ArtifactBoard))
+    monkeypatch.setattr(artifact_board, "START_TIMEOUT_S", 1.0)
+    exchange = artifact_board.RayExchange(str(tmp_path))
+    for key in ("a", "b", "c"):
+        exchange.publish(key, b"machine code")
+    wanted = "wanted it to start on the cluster's head node in 1 s, found it pending"
+    assert caplog.messages == [f"artifacts:{tmp_path}: {wanted}: this node compiles for itself"]
+
+
 def test_what_the_disk_refuses_ends_its_claim_all_the_same(tmp_path: Path) -> None:
     """Whoever waits for it compiles too, instead of waiting until its time is over."""
     from cluster.actors.artifact_board import ArtifactBoard

@@ -208,6 +208,7 @@ def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     assert all(s.labels["block_size"] == "16" and int(s.labels["num_gpu_blocks"]) for s in info)
 
 
+@pytest.mark.slow
 def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
     start_app: Callable[..., Any],
 ) -> None:

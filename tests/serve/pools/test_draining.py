@@ -168,6 +168,7 @@ def deploy(args):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.feature("R02")
 def test_draining_starts_no_thread_once_the_interpreter_ends(run: Any, tmp_path: Path) -> None:
     (tmp_path / "refuses.py").write_text(REFUSES_THREADS)

@@ -60,6 +60,7 @@ class Told:
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("R16")
 def test_serves_controller_scales_a_pool_by_what_the_board_says(http_port: int) -> None:
     import ray
