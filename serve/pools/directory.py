@@ -496,6 +496,11 @@ class Directory:
         for pool in self._choosers:
             await self._wait_for(pool, partial(self._able, pool))
 
+    @property
+    def has_leaders(self) -> bool:
+        """Whether every pool has a leader that could take a request now."""
+        return all(map(self._able, self._choosers))
+
     def _choice(self, pool: str, stage: Stage) -> Chosen | None:
         leaders = self._able(pool)
         if chosen := self._on_decode(pool, leaders, stage):

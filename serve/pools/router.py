@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
 import msgspec
@@ -86,9 +86,7 @@ class Router:
                 request_id=f"{request.request_id}.{number}",
                 output_token_ids=list(outputs),
             )
-            if history.is_suspect:  # others would wait for its trial as long as that for a leader
-                await self._directory.wait()
-            async with self._quarantine.attempt(history):
+            async with self._turn(history):
                 record.on_attempt()
                 async with aclosing(self._attempt(attempt, prefixes, record)) as attempt_outputs:
                     async for output in attempt_outputs:
@@ -110,6 +108,18 @@ class Router:
             # Behind the pause, in which a client may turn out to have left.
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
             log.warning("%s: %s; it is sent again", attempt.request_id, output.error)
+
+    @asynccontextmanager
+    async def _turn(self, history: CrashHistory) -> AsyncIterator[None]:
+        """Wait until an attempt may begin. A suspect waits for leaders outside of its trial, also
+        if they go while it waits for its turn: the others would wait as long as each before them."""
+        while True:
+            if history.is_suspect:
+                await self._directory.wait()
+            async with self._quarantine.attempt(history):
+                if not history.is_suspect or self._directory.has_leaders:
+                    yield
+                    return
 
     async def _prefixes(self, request: GenerateRequest) -> list[Prefix]:
         """Hash a request's prompt, if that says where it may be cached: some microseconds a block,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from itertools import count
 
 import msgspec
 import pytest
@@ -420,8 +421,11 @@ async def test_requests_beside_one_that_kills_its_ranks_are_served(
     assert ends == ["length", "error", "length", "length", "length"]
 
 
-async def test_a_suspect_waits_for_a_leader_before_its_trial() -> None:
+async def test_a_suspect_waits_for_a_leader_before_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else all others, of any ingress, would wait for their trials as long as it does."""
+    monkeypatch.setattr(quarantine_module, "ONE_EVENT_S", 0.0)
     epochs, lock, loop = iter((1,)), FairLock(), asyncio.get_running_loop()
 
     def die(to: ScriptedConnection) -> None:
@@ -443,6 +447,44 @@ async def test_a_suspect_waits_for_a_leader_before_its_trial() -> None:
     with pytest.raises(NoLeader, match="mixed pool"):
         await client
     assert len(connections.all) == 2, "its ranks died twice"
+
+
+async def test_suspects_whose_leader_goes_before_their_turn_wait_for_another_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quarantine_module, "ONE_EVENT_S", 0.0)
+    monkeypatch.setattr(quarantine_module, "ASK_PERIOD_S", 0.01)
+    lock, loop = FairLock(), asyncio.get_running_loop()
+    epochs, max_wait_s = count(1), 3.0
+
+    def die(to: ScriptedConnection) -> None:
+        if not to.leader.is_lost:
+            to.leader.on_end("its connection ended")
+            connections.see(report_of(epoch=next(epochs)))
+
+    connections = Connections(
+        max_wait_s=max_wait_s, on_submit=lambda to, _: loop.call_soon(die, to)
+    )
+    connections.see(report_of())
+    quarantine = Quarantine(Shared(lock, "ours"))
+    router = Router(connections.directory, "mixed", StreamBatcher(), quarantine)
+    ended: list[float] = []
+
+    async def run(name: str) -> None:
+        with pytest.raises(NoLeader):
+            await anext(router.generate(request_of(name)))
+        ended.append(loop.time())
+
+    lock.take("another")  # its trial takes long
+    clients = asyncio.gather(*map(run, ("a", "b", "c", "d")))
+    while len(lock._asked_at) == 1:
+        lock.take("another")
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    connections.all[-1].leader.on_end("its connection ended")
+    lock.give_back("another")
+    await clients
+    assert ended[-1] - ended[0] < max_wait_s, "one after the other"
 
 
 @pytest.mark.parametrize("leaves", [False, True])
