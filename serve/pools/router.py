@@ -111,8 +111,8 @@ class Router:
 
     @asynccontextmanager
     async def _turn(self, history: CrashHistory) -> AsyncIterator[None]:
-        """Wait until an attempt may begin. A suspect waits for leaders outside of its trial, also
-        if they go while it waits for its turn: the others would wait as long as each before them."""
+        """Wait until an attempt may begin. A suspect waits for leaders outside of its trial, even
+        those that go while it waits for its turn: others would wait as long, one by one."""
         while True:
             if history.is_suspect:
                 await self._directory.wait()
