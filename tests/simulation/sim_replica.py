@@ -85,8 +85,11 @@ class SimReplica:
 
     def _check_drained(self) -> None:
         """Assert that nobody is cut off, if the ingress could know in time."""
-        if self._world.board.trouble_until + LEARN_S > self.drains_from:
+        world = self._world
+        if world.board.trouble_until + LEARN_S > self.drains_from:
             return
+        if world.calls_lost_until > self.drains_from:
+            return  # it is prefilled again, where nothing was left of it for a while
         for leader in self.group.leaders:
             check_scheduler(leader.scheduler)
             stats = leader.scheduler.stats()

@@ -236,7 +236,7 @@ class World:
         self._troubled_until = 0.0
         """Until what struck last, drains apart, is over."""
         self._arrives_at: dict[Any, float] = {}
-        self._calls_lost_until = 0.0
+        self.calls_lost_until = 0.0
         self._is_done = False
 
     def run(self) -> Outcome:
@@ -588,7 +588,7 @@ class World:
         times = [connection.rank.group.found_by(connection.rank) for connection in way]
         # One that is cut ends with the next frame, and one that drained when it lets go of what
         # nobody could ask for, or had room for: a read waits till then.
-        was_lost, crowded = self._calls_lost_until > 0.0, self._crowded
+        was_lost, crowded = self.calls_lost_until > 0.0, self._crowded
         at_ease = (
             each
             for each in way
@@ -638,15 +638,15 @@ class World:
     def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> bool:
         """Send something between a reader and a holder; return whether it is not lost."""
         at = self.arrival((sender, receiver), self.schedule.kv_delay_s)
-        is_lost = self.loop.now < self._calls_lost_until
+        is_lost = self.loop.now < self.calls_lost_until
         if not is_lost:
             self.loop.at(at, call, *args)
         return not is_lost
 
     def lose_calls(self, duration_s: float) -> None:
-        self._calls_lost_until = self.loop.now + duration_s
+        self.calls_lost_until = self.loop.now + duration_s
         # If a release is lost, its KV is held until then; if an answer is, its reader waits for it.
-        self.on_trouble(self._calls_lost_until + max(self.schedule.lease_s, ANSWER_TIMEOUT_S))
+        self.on_trouble(self.calls_lost_until + max(self.schedule.lease_s, ANSWER_TIMEOUT_S))
 
     def arrival(self, way: Any, mean_s: float = 0.001, *, not_before: float = 0.0) -> float:
         """Return when a frame arrives; those between two do in order."""
