@@ -27,7 +27,7 @@ class CompilationCounter:
     """Runs of a C++ compiler."""
     num_triton_builds: int = 0
     num_autotuned: int = 0
-    """Products for which Inductor timed candidates."""
+    """Ops for which Inductor timed candidates."""
     num_cache_entries_updated: int = 0
     num_compiled_artifacts_saved: int = 0
     num_compiled_artifacts_loaded: int = 0

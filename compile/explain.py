@@ -189,7 +189,7 @@ def _state(shared: Path, name: str) -> str:
     except ArtifactError as error:
         return f"unusable: {error}"
     num_tuned = sum(line.startswith(HEADER) for line in tuning)
-    return f"{len(data)} bytes" + (f", {num_tuned} products tuned" if num_tuned else "")
+    return f"{len(data)} bytes" + (f", autotuned ops: {num_tuned}" if num_tuned else "")
 
 
 def _where(forward: Path, file: str | None, num_artifacts: int) -> str:

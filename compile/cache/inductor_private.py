@@ -128,8 +128,8 @@ def cleared_caches() -> Iterator[None]:
 
 @contextmanager
 def feedback(take: Callable[..., None]) -> Iterator[None]:
-    """Call `take` for each product that is tuned inside, with the milliseconds of each candidate,
-    the name of the op, its inputs as Inductor's nodes, and more that torch adds to."""
+    """Call `take` for each op that is autotuned inside, with the milliseconds of each
+    candidate, the op's name, its inputs as Inductor's nodes, and more that torch adds to."""
     savers = private("torch._inductor.select_algorithm", "get_algorithm_selector_cache")()
     savers.add_feedback_saver(take)
     try:

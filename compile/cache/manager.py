@@ -38,7 +38,7 @@ UNCHECKED_OPTIONS = {"size_asserts": False, "scalar_asserts": False, "alignment_
 checked before: weights when they were bound, all others by the shapes of the trace."""
 
 QUIET_OPTIONS = {"autotune_num_choices_displayed": 0}
-"""Inductor prints what it tunes; here it is logged and kept."""
+"""Inductor prints what it autotunes; here it is logged and kept."""
 
 logger = logging.getLogger(__name__)
 

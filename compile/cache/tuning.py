@@ -1,4 +1,4 @@
-"""What Inductor tunes products to: every candidate with its time, kept beside the code.
+"""What Inductor autotunes: every candidate of an op with its time, kept beside the code.
 
 Candidates are compiled and timed on this device, and the fastest one is generated into the piece,
 so a piece that is loaded is not tuned again. What was found travels inside its artifact, for people
@@ -22,15 +22,15 @@ from compile.counters import counter
 TUNING = "tuning.txt"
 """The member of an artifact."""
 HEADER = "AUTOTUNE"
-"""Begins what is told of a product."""
+"""Begins the report of an op."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Yield a list that grows by the report of each product that is tuned inside; it is logged,
-    too."""
+    """Yield a list that grows by the report of each op that is autotuned inside, which is logged
+    as well."""
     reports: list[str] = []
 
     def take(timings: Mapping[Any, float], op: str, inputs: Sequence[Any], *_: Any) -> None:
@@ -43,7 +43,7 @@ def watched() -> Iterator[list[str]]:
 
 
 def report(timings: Mapping[Any, float], op: str, inputs: Sequence[Any]) -> str:
-    """Return a line for a product and one for each of Inductor's candidates, the fastest one first:
+    """Return a line for an op and one for each of Inductor's candidates, the fastest one first:
     its name, its milliseconds, the best one's as a share of them, and its parameters."""
     shapes = ("x".join(map(str, node.get_size())) for node in inputs)
     lines = [f"{HEADER} {op}({', '.join(shapes)})"]

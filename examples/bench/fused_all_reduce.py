@@ -22,15 +22,15 @@ import statistics
 import time
 from typing import Any
 
+from compile.resolve import NORM_PASSES
 from serve.llm import LLM, SamplingParams
 
 NUM_PROMPT_TOKENS = 8
-PASSES = ("fuse_add_rms_norm", "fuse_all_reduce_rms_norm")
 VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
     ("as traced", "unfused"): {"use_inductor": False, "passes": []},
-    ("as traced", "fused"): {"use_inductor": False, "passes": PASSES},
+    ("as traced", "fused"): {"use_inductor": False, "passes": NORM_PASSES},
     ("inductor", "unfused"): {"passes": []},
-    ("inductor", "fused"): {"passes": PASSES},
+    ("inductor", "fused"): {"passes": NORM_PASSES},
 }
 
 

@@ -350,6 +350,15 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "Suspects wait one by one for a leader that went before their turns (P09).",
+        "serve/pools/router.py",
+        {"if not history.is_suspect or self._directory.has_leaders:": "if True:"},
+        (
+            "tests/serve/pools/test_router.py::"
+            "test_suspects_whose_leader_goes_before_their_turn_wait_for_another_at_once",
+        ),
+    ),
+    Mutation(
         "What a replica runs leaves for a leader that has stopped (P17).",
         "serve/pools/directory.py",
         {" if each.report.engine_id in reported]": "]"},

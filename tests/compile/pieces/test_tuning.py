@@ -1,4 +1,4 @@
-"""Products of a piece of one size are tuned once, and what was found can be read later."""
+"""Ops of a piece of one size are autotuned once, and what was found can be read later."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_size_is_tuned_by_the_first_start_and_later_ones_read_what_it_found(
     assert re.fullmatch(r"  \S+ \d+\.\d{4} ms 100\.0%", best)
     assert others
     [summary] = [line for line in explained().splitlines() if "shape 4" in line]
-    assert summary.endswith(" bytes, 1 products tuned")
+    assert summary.endswith(" bytes, autotuned ops: 1")
 
     assert start(0) == []
     code = explained("--layer", "pieces")
