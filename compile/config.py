@@ -33,6 +33,7 @@ KEYED_FIELDS = (
     "dynamic_shapes",
     "evaluate_guards",
     "passes",
+    "max_num_streams",
 )
 """Fields that change generated code. `compiler` is one too, by the name that auto stands for. The
 others select which code is needed or how it is run; each size has its own entry. A test lists them,
@@ -104,6 +105,7 @@ def _plain(value: Any) -> Any:
 
 Level = Annotated[int, Bound("a level from 0 to 3", lambda level: 0 <= level <= 3, int)]
 Count = Annotated[int, Bound("a whole number of at least 0", lambda count: count >= 0)]
+Streams = Annotated[int, Bound("a whole number from 1 to 16", lambda count: 1 <= count <= 16)]
 Directory = Annotated[str, Bound("a path")]
 _SIZES = f"a list of whole numbers from 1 to {MAX_SIZE}"
 Sizes = Annotated[tuple[int, ...], Bound(_SIZES, lambda sizes: sizes and _are_sizes(sizes))]
@@ -301,6 +303,9 @@ class CompilationConfig:
     if the cache can keep what is compiled; off in `LLM`."""
     passes: PassNames | None = None
     """Graph passes by name, in order; None: those that the compiler does not do better itself."""
+    max_num_streams: Streams = 1
+    """CUDA streams over which a piece is spread that Inductor does not compile, so that what is
+    independent runs side by side."""
 
     graph_bs: Annotated[tuple[int, ...], Bound("batch sizes")] = ()
     """Ascending batch sizes that are captured. Filled in by `resolve`."""

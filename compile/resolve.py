@@ -261,6 +261,26 @@ def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     return () if config.has_inductor and facts.is_cpu else NORM_PASSES
 
 
+def _max_num_streams(config: CompilationConfig, facts: _Facts) -> int:
+    asked = config.max_num_streams
+    if asked == 1:
+        return asked
+    if config.level < CompilationLevel.DYNAMO_ONCE:
+        log.warning(
+            "compilation.max_num_streams: without effect at level %d: only what is compiled is "
+            "spread over streams",
+            config.level,
+        )
+        return 1
+    if facts.is_cpu:
+        wanted = "1 with device=cpu (it has no streams)"
+        raise FieldError("compilation.max_num_streams", wanted, asked)
+    if config.has_inductor:
+        wanted = "1 where Inductor compiles (use_inductor=false runs pieces as they were traced)"
+        raise FieldError("compilation.max_num_streams", wanted, asked)
+    return asked
+
+
 def _serve_while_compiling(config: CompilationConfig, facts: _Facts) -> str:
     """Decide what auto means. On CUDA the KV cache has the memory that compiling would need."""
     asked = config.serve_while_compiling
@@ -293,6 +313,7 @@ _RULES: dict[str, Callable[[CompilationConfig, _Facts], Any]] = {
     "capture_num_tokens": _num_tokens,
     **{field: partial(_warmups, field) for field in DEFAULT_WARMUPS},
     "passes": _passes,
+    "max_num_streams": _max_num_streams,
     "capture_logits": lambda config, facts: (
         not facts.is_cpu if config.capture_logits is None else config.capture_logits
     ),

@@ -47,7 +47,7 @@ def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[
     factors |= codegen_variables()
     keyed = {name: getattr(scope.config, name) for name in KEYED_FIELDS}
     factors |= {f"compilation.{name}": _spelled(value) for name, value in keyed.items()}
-    factors["compilation.passes"] += f" {PassManager.from_names(scope.config.passes or ()).uuid()}"
+    factors["compilation.passes"] += f" {PassManager.from_config(scope.config).uuid()}"
     if twice := sorted(factors.keys() & scope.key_factors.keys()):
         raise ValueError(f"key_factors: wanted names of their own, found {', '.join(twice)}")
     return factors | dict(scope.key_factors)

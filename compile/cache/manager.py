@@ -77,7 +77,7 @@ class CompilerManager:
         """Why pieces were compiled although there is a cache."""
         self.cache = cache
         self._exchange = scope.exchange if scope.config.share_artifacts else None
-        self.passes = PassManager.from_names(scope.config.passes or ())
+        self.passes = PassManager.from_config(scope.config)
         """Rewrite each piece before, or inside of, its compiler."""
         self._options = dict(scope.config.inductor_compile_config)
         self._runnables: dict[str, Runnable] = {}

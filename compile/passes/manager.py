@@ -4,11 +4,13 @@ until they find nothing more. Its `uuid` belongs in every cache key."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx
 
+from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
 from compile.passes.aten import functional
@@ -16,6 +18,10 @@ from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from compile.passes.fuse_all_reduce_rms_norm import FuseAllReduceRMSNorm
 from compile.passes.graph_pass import GraphPass
 from compile.passes.reinplace import reinplace
+from compile.passes.storages import Storages
+from compile.passes.streams import spread_over_streams
+
+logger = logging.getLogger(__name__)
 
 PASSES: dict[str, Callable[[], GraphPass]] = {
     entry.name: entry for entry in (FuseAddRMSNorm, FuseAllReduceRMSNorm)
@@ -24,24 +30,32 @@ PASSES: dict[str, Callable[[], GraphPass]] = {
 
 
 class PassManager:
-    def __init__(self, passes: Sequence[GraphPass]) -> None:
+    def __init__(self, passes: Sequence[GraphPass], max_num_streams: int = 1) -> None:
+        """Take the passes, in order. Pieces without a compiler are spread over so many streams."""
         self.passes = tuple(passes)
+        self._max_num_streams = max_num_streams
 
     @classmethod
-    def from_names(cls, names: Sequence[str]) -> PassManager:
-        """Return a manager of the named passes, in this order; FieldError: there is none."""
+    def from_config(cls, config: CompilationConfig) -> PassManager:
+        """Return a manager of the passes that a configuration names; FieldError: there is none."""
+        names = config.passes or ()
         for name in names:
             if name not in PASSES:
                 wanted = f"names out of {', '.join(sorted(PASSES))}"
                 raise FieldError("compilation.passes", wanted, name)
-        return cls([PASSES[name]() for name in names])
+        return cls([PASSES[name]() for name in names], config.max_num_streams)
 
     def apply(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
         """Return a piece as it runs without a compiler: ATen ops, rewritten, that write in place
-        again. The piece is left as it was; inputs: as for `functional`."""
+        again, on as many streams as they may. The piece is left as it was; inputs: as for
+        `functional`."""
         found = functional(module, inputs)
         self(found.graph)
-        reinplace(found.graph)
+        storages = Storages()
+        reinplace(found.graph, storages)
+        if spread := spread_over_streams(found.graph, self._max_num_streams, storages):
+            logger.debug("spread a piece: %s", spread)
+        # Nothing that looks for dead code may follow.
         found.graph.lint()
         found.recompile()
         return found

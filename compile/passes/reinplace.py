@@ -11,13 +11,14 @@ from torch import fx
 from torch.fx import Node
 
 from compile.passes.graph_pass import AUTO_FUNCTIONALIZED, Functionalized, writes
+from compile.passes.storages import Storages
 
 
-def reinplace(graph: fx.Graph) -> int:
+def reinplace(graph: fx.Graph, storages: Storages) -> int:
     """Unwrap every op that is given whole tensors, and return how many there were. A tensor that
     is read later is copied first, and so is one that belongs to the caller, unless the caller is to
-    find there what the op writes. An op that is given views stays wrapped."""
-    storages = _Storages()
+    find there what the op writes. An op that is given views stays wrapped. Afterwards `storages`
+    knows what shares memory."""
     count = 0
     for wrapper in graph.find_nodes(op="call_function", target=AUTO_FUNCTIONALIZED):
         if (found := Functionalized.of(wrapper)) is not None:
@@ -29,30 +30,7 @@ def reinplace(graph: fx.Graph) -> int:
 _COPY = torch.ops.aten.copy_.default
 
 
-class _Storages:
-    """Which nodes share memory. Where an op writes in place, what it returned shares its argument's
-    from then on."""
-
-    def __init__(self) -> None:
-        self._joined: dict[int, int] = {}
-
-    def of(self, node: Node) -> int | None:
-        """Return a number that nodes have in common if they share memory; None: no tensor."""
-        found = node.meta.get("val")
-        if not isinstance(found, torch.Tensor):
-            return None
-        storage: int = found.untyped_storage()._cdata
-        while storage in self._joined:
-            storage = self._joined[storage]
-        return storage
-
-    def join(self, node: Node, other: Node) -> None:
-        one, two = self.of(node), self.of(other)
-        if one is not None and two is not None and one != two:
-            self._joined[one] = two
-
-
-def _unwrap(graph: fx.Graph, wrapper: Node, found: Functionalized, storages: _Storages) -> None:
+def _unwrap(graph: fx.Graph, wrapper: Node, found: Functionalized, storages: Storages) -> None:
     own = found.num_own
     results = {int(user.args[1]): user for user in wrapper.users}  # type: ignore[arg-type]
     bases = list(found.bases)
@@ -88,7 +66,7 @@ def _copies_back(base: Node, result: Node | None) -> Node | None:
 
 
 def _may_write(
-    graph: fx.Graph, wrapper: Node, base: Node, back: Node | None, storages: _Storages
+    graph: fx.Graph, wrapper: Node, base: Node, back: Node | None, storages: Storages
 ) -> bool:
     """Return whether nothing reads later what was in a tensor, and no caller does."""
     storage = storages.of(base)

@@ -96,6 +96,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "graphs-3-NONE-shared": (GRAPHS, 240.0),
         "graphs-3-FULL_DECODE_ONLY-shared": (GRAPHS, 240.0),
         "graphs-3-FULL_AND_PIECEWISE-shared-sizes": (GRAPHS, 400.0),
+        "graphs-3-FULL_AND_PIECEWISE-shared-streams": (GRAPHS, 240.0),
     },
     "tests": {"tests": (TESTS, 480.0)},
 }

@@ -35,7 +35,8 @@ def part_graphs(
 ) -> Iterator[Row]:
     """Hidden states of a prefill and of padded decode steps against eager, then a step's time.
 
-    kind: "bfloat16", or "sizes" for pieces that are tuned for a few sizes, in float32.
+    kind: "bfloat16"; "sizes" for pieces that are tuned for a few sizes, "streams" for pieces that
+    run as traced, on two streams where there are any, both in float32.
     """
     level, title = int(number), f"level {number} {mode} {policy}"
     title += "" if kind == "float32" else f" {kind}"
@@ -45,6 +46,9 @@ def part_graphs(
         save_random_checkpoint(at, Path(name))
         wanted = run_sizes(make_runner(at, name, CompilationConfig(level=0), dtype))
         config = replace(compilation(level, mode, policy, sizes), use_inductor=at.has_inductor)
+        if kind == "streams":
+            num_streams = 2 if at.device.type == "cuda" else 1
+            config = replace(config, use_inductor=False, max_num_streams=num_streams)
         runner = make_runner(at, name, config, dtype)
         # A compiled piece does not round between its operations, as eager does.
         yield compared(runner, wanted, mode, title, 3e-2 if dtype == "bfloat16" else 1e-3)

@@ -198,6 +198,12 @@ TARGETS = (
         ("F02", "F06"),
         against=f"decode step, level {_BEST}",
     ),
+    Target(
+        "graphs-3-FULL_AND_PIECEWISE-shared-streams",
+        f"{_STATES} {_BEST} streams",
+        RIGHT,
+        features=("O08",),
+    ),
     # Tests.
     Target(
         "tests",
@@ -214,7 +220,7 @@ ELSEWHERE = {
     "a served application": ["P21", "Q10"],
     "no figure of its own here": [
         *("C04", "C08", "C09", "D04", "G12", "I04", "M04", "M06", "N03", "N06", "N07", "N09"),
-        *("O02", "O03", "O04", "O07", "O08", "Q07"),
+        *("O02", "O03", "O04", "O07", "Q07"),
     ],
 }
 """The other features of which a GPU alone shows something, by what it would take."""

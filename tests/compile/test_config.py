@@ -116,6 +116,7 @@ BAD = {
     "sealed": (True, "off"),
     "serve_while_compiling": ("yes", None, 1),
     "passes": ("fuse", ["a b"], ["fuse", "fuse"], [1]),
+    "max_num_streams": (0, 17, "2", True),
 }
 
 
@@ -258,6 +259,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "sealed": st.just("warn"),
     "serve_while_compiling": st.sampled_from(["auto", "off"]),
     "passes": st.none() | st.lists(st.sampled_from(["fuse", "reinplace"]), unique=True),
+    "max_num_streams": st.integers(1, 16),
 }
 
 CONFIGS = st.fixed_dictionaries(

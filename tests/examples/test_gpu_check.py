@@ -36,6 +36,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "graphs-3-FULL_AND_PIECEWISE-shared-bfloat16",
         "graphs-3-FULL_AND_PIECEWISE-per_bucket",
         "graphs-3-FULL_AND_PIECEWISE-shared-sizes",
+        "graphs-3-FULL_AND_PIECEWISE-shared-streams",
     ),
     "tests": (),
 }

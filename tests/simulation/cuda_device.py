@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -53,13 +54,14 @@ class Event:
         self._device = device
         self._stream: Stream | None = None
         self._end = 0
+        self._captured: tuple[Graph, frozenset[int]] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of what the stream holds now."""
-        if self._device.capture is not None:
-            raise NotSimulated("an event that is recorded in a capture")
+        """Mark the end of what the stream holds now, or of what a capture has taken from it."""
         self._stream = stream or self._device.current
         self._end = self._stream.num_put
+        capture = self._device.capture
+        self._captured = None if capture is None else (capture, capture.end_of(self._stream))
 
     def reach(self) -> None:
         if self._stream is not None:
@@ -74,8 +76,15 @@ class Event:
         self.reach()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Run nothing that the stream is given from now on before the mark is reached."""
-        (stream or self._device.current).wait_event(self)
+        """Run nothing that the stream is given from now on before the mark is reached. What is
+        recorded later is another mark."""
+        stream = stream or self._device.current
+        if (capture := self._device.capture) is not None:
+            if self._captured is None or self._captured[0] is not capture:
+                raise CaptureInvalid("a wait for an event that was recorded outside of the capture")
+            capture.follow(stream, self._captured[1])
+        elif self._stream is not None:
+            stream.put(partial(self._stream.run_to, self._end))
 
 
 class Stream:
@@ -110,7 +119,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Run nothing that is put from now on before the event."""
-        self.put(event.reach)
+        event.wait(self)
 
     def wait_stream(self, other: Stream) -> None:
         """Run nothing that is put from now on before what the other stream holds."""
@@ -128,19 +137,37 @@ class Block:
     memory: torch.Tensor
     """uint8"""
     tenant: StorageWeakRef
-    """The storage that has it. Once that is gone, another capture takes the block."""
+    """The storage that has it. Once that is gone, another takes the block on the same stream."""
+    stream: Stream
 
 
 class Graph:
-    """A captured piece of work, on aliases of the tensors it was captured on."""
+    """A captured piece of work, on aliases of the tensors it was captured on. Work of several
+    streams runs in any order that their events leave open."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._work: list[Work] = []
+        self._before: list[frozenset[int]] = []
+        """Of each piece of work those that it directly follows."""
+        self._ends: dict[Stream, frozenset[int]] = {}
+        """Of each stream that takes part what its next work follows; the first began."""
         self.pool: tuple[int, int] = (0, 0)
 
     def add(self, work: Work) -> None:
+        stream = self._device.current
+        self._before.append(self.end_of(stream))
+        self._ends[stream] = frozenset([len(self._work)])
         self._work.append(work)
+
+    def end_of(self, stream: Stream) -> frozenset[int]:
+        if stream not in self._ends:
+            raise CaptureInvalid("work of a stream that waits for nothing in the capture")
+        return self._ends[stream]
+
+    def follow(self, stream: Stream, before: frozenset[int]) -> None:
+        """Let what a stream is given from now on follow this as well."""
+        self._ends[stream] = self._ends.get(stream, frozenset()) | before
 
     def capture_begin(
         self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global"
@@ -154,17 +181,21 @@ class Graph:
         if pool is None:
             raise NotSimulated("a graph without a pool")
         self.pool, device.capture = pool, self
+        self._ends = {device.current: frozenset()}
         device.counts[CAPTURES] += 1
 
     def capture_end(self) -> None:
         self._device.capture = None
+        last = set(range(len(self._work))).difference(*self._before)
+        if not last <= next(iter(self._ends.values())):
+            raise CaptureInvalid("a stream that the one which began does not wait for")
 
     def replay(self) -> None:
         if self._device.capture is not None:
             raise NotSimulated("a replay inside of a capture")
         self._device.counts[REPLAYS] += 1
-        for work in self._work:
-            self._device.current.put(work)
+        for index in self._device.legal_order(self._before):
+            self._device.current.put(self._work[index])
 
 
 @dataclass
@@ -213,6 +244,23 @@ class CudaDevice:
                 left = stream.num_put - stream.num_run
                 stream.run_to(stream.num_run + self._random.randint(0, left))
 
+    def legal_order(self, before: Sequence[frozenset[int]]) -> Iterator[int]:
+        """Yield each piece of work behind those that it follows; by `late` the last ones first."""
+        followers: list[list[int]] = [[] for _ in before]
+        for index, each in enumerate(before):
+            for other in each:
+                followers[other].append(index)
+        missing = [len(each) for each in before]
+        ready = [index for index, each in enumerate(before) if not each]
+        while ready:
+            chosen = {"eager": min, "late": max, "random": self._random.choice}[self._order](ready)
+            ready.remove(chosen)
+            yield chosen
+            for index in followers[chosen]:
+                missing[index] -= 1
+                if not missing[index]:
+                    ready.append(index)
+
     def wait(self, what: str) -> None:
         """Count a wait of the host. In a capture nothing runs that could be waited for."""
         if self.capture is not None:
@@ -228,6 +276,9 @@ class CudaDevice:
         self.wait(DEVICE_WAITS)
         for stream in self.streams:
             stream.run_to(stream.num_put)
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
 
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
@@ -264,11 +315,12 @@ class CudaDevice:
         """Return the first block that nothing uses and that is large enough, or a new one."""
         blocks = self._pools.setdefault(pool, [])
         for block in blocks:
-            if block.tenant.expired() and len(block.memory) >= num_bytes:
+            is_free = block.tenant.expired() and block.stream is self.current
+            if is_free and len(block.memory) >= num_bytes:
                 self.counts[REUSED] += 1
                 return block
         memory = self._unset(num_bytes)
-        blocks.append(Block(memory, StorageWeakRef(memory.untyped_storage())))
+        blocks.append(Block(memory, StorageWeakRef(memory.untyped_storage()), self.current))
         return blocks[-1]
 
     def new_pool(self) -> tuple[int, int]:

@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from compile import context as forward
 from compile.graphs import cuda as cuda_graphs
+from compile.passes import stream_ops
 from model import sampler
 from model.kernels import cpu
 
@@ -344,6 +345,7 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         "Event": lambda *_, **__: Event(device),
         "CUDAGraph": lambda: Graph(device),
         "stream": device.stream,
+        "set_stream": device.set_stream,
         "current_stream": lambda _=None: device.current,
         "default_stream": lambda _=None: device.default,
         "synchronize": device.synchronize,
@@ -361,6 +363,7 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         patch.setattr(torch._C, "_construct_storage_from_data_pointer", storage_of)
         kernels = SimpleNamespace(filter_top_k_top_p=one_kernel)
         patch.setattr(sampler, "kernels_for", lambda _: kernels)
+        patch.setattr(stream_ops, "own", stream_ops.PerThread())
         cuda_graphs._side_stream.cache_clear()
         try:
             with Functions(device, ops), ops:

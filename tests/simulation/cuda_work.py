@@ -320,7 +320,13 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "3-PIECEWISE": {"compilation": {"cudagraph_mode": "PIECEWISE", **_PIECES}},
     "3-FULL": {"compilation": {"cudagraph_mode": "FULL", **_PIECES}},
-    "3-FULL_AND_PIECEWISE": {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE", **_PIECES}},
+    "3-FULL_AND_PIECEWISE, 3 streams": {
+        "compilation": {
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "max_num_streams": 3,
+            **_PIECES,
+        }
+    },
 }
 NUM_REQUESTS = 8
 KINDS: tuple[dict[str, Any], ...] = (

@@ -37,6 +37,7 @@ CHANGES_CODE: dict[str, Any] = {
     "dynamic_shapes": DynamicShapes.UNBACKED,
     "evaluate_guards": True,
     "passes": (),
+    "max_num_streams": 2,
 }
 CHANGES_NO_CODE: dict[str, Any] = {
     "compiler": "inductor_standalone",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm, add_rms_norm, fused_add_rms_norm
@@ -316,7 +317,7 @@ def test_passes_run_in_their_order_until_they_find_nothing_more() -> None:
 
 def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(FieldError) as caught:
-        PassManager.from_names(["fuse_add_rms_norm", "fuse_all"])
+        PassManager.from_config(CompilationConfig(passes=("fuse_add_rms_norm", "fuse_all")))
     known = ", ".join(sorted(PASSES))
     assert str(caught.value) == f"compilation.passes: wanted names out of {known}, found 'fuse_all'"
 

@@ -16,6 +16,7 @@ from compile.custom_op import direct_register_custom_op
 from compile.passes.aten import functional
 from compile.passes.graph_pass import AUTO_FUNCTIONALIZED, operation
 from compile.passes.reinplace import reinplace
+from compile.passes.storages import Storages
 
 
 def _triple(x: torch.Tensor) -> None:
@@ -84,7 +85,7 @@ def test_a_piece_writes_as_its_source_does(function: Callable[..., Any]) -> None
     module = functional(*graphs[0])
     assert all("val" in node.meta for node in module.graph.nodes if node.op != "output")
     num_wrapped = num(module.graph, AUTO_FUNCTIONALIZED)
-    assert reinplace(module.graph) == WRITES[function]
+    assert reinplace(module.graph, Storages()) == WRITES[function]
     module.graph.lint()
     module.recompile()
     assert num(module.graph, AUTO_FUNCTIONALIZED) == num_wrapped - WRITES[function]
@@ -140,7 +141,7 @@ def test_whoever_reads_an_older_value_finds_it(steps: list[tuple[str, int, int]]
     run, x = program(steps), torch.arange(6.0).reshape(2, 3)
     module, theirs = (make_fx(run, tracing_mode="fake")(x) for _ in range(2))
     wanted = module(x.clone())
-    reinplace(module.graph)
+    reinplace(module.graph, Storages())
     module.graph.lint()
     module.recompile()
     assert num(module.graph, AUTO_FUNCTIONALIZED) == 0
