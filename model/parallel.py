@@ -18,9 +18,13 @@ import torch.distributed as dist
 
 from compile.custom_op import direct_register_custom_op
 from compile.errors import FieldError
+from model.kernels.cpu.communicator import ShmCommunicator
 
 # A name is free again when its group is gone.
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmCommunicator] = (
+    weakref.WeakKeyDictionary()
+)
 _lock = threading.Lock()
 
 
@@ -41,8 +45,16 @@ def find_group(name: str) -> dist.ProcessGroup:
         raise LookupError(message) from None
 
 
+def share_memory(group: dist.ProcessGroup, communicator: ShmCommunicator) -> None:
+    """Let the collectives of a group go through memory that its ranks share, where it serves."""
+    _communicators[group] = communicator
+
+
 def _all_reduce(x: torch.Tensor, group_name: str) -> None:
-    dist.all_reduce(x, group=find_group(group_name))
+    group = find_group(group_name)
+    near = _communicators.get(group)
+    if near is None or not near.all_reduce(x):
+        dist.all_reduce(x, group=group)
 
 
 def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str) -> torch.Tensor:
@@ -53,7 +65,9 @@ def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
     padded = _padded(x, max(sizes), dim)
     joined = padded.new_empty((len(sizes) * padded.shape[0], *padded.shape[1:]))
-    group._allgather_base(joined, padded).wait()
+    near = _communicators.get(group)
+    if near is None or not near.gather(padded, joined, to_all=True):
+        group._allgather_base(joined, padded).wait()
     if dim == 0 and min(sizes) == max(sizes):
         return joined
     parts = zip(joined.chunk(len(sizes)), sizes, strict=True)
@@ -79,8 +93,10 @@ def _gather(x: torch.Tensor, parts: torch.Tensor, group_name: str) -> None:
     """Bring the ranks' tensors of equal shape to rank 0. parts: [ranks, *shape of x] there, else
     empty."""
     group = find_group(group_name)
-    found = list(parts.unbind(0)) if group.rank() == 0 else None
-    dist.gather(x, found, group=group, group_dst=0)
+    near = _communicators.get(group)
+    if near is None or not near.gather(x, parts):
+        found = list(parts.unbind(0)) if group.rank() == 0 else None
+        dist.gather(x, found, group=group, group_dst=0)
 
 
 def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> torch.Tensor:
@@ -94,7 +110,9 @@ def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> to
     if min(sizes) < most:
         x = torch.cat([_padded(part, most, 0) for part in x.split(list(sizes))])
     found = x.new_empty((most, *x.shape[1:]))
-    group._reduce_scatter_base(found, x.contiguous(), dist.ReduceScatterOptions()).wait()
+    x, near = x.contiguous(), _communicators.get(group)
+    if near is None or not near.reduce_scatter(x, found):
+        group._reduce_scatter_base(found, x, dist.ReduceScatterOptions()).wait()
     return found[: sizes[group.rank()]]
 
 
@@ -172,8 +190,10 @@ class Shard:
 
     def broadcast(self, t: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `t`, which has the same shape on all ranks. Others' are overwritten."""
-        if self.size > 1:
-            dist.broadcast(t, group=self.group, group_src=0)
+        if self.group is not None:
+            near = _communicators.get(self.group)
+            if near is None or not near.broadcast(t):
+                dist.broadcast(t, group=self.group, group_src=0)
         return t
 
     def all_gather(self, t: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:

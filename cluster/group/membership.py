@@ -1,4 +1,5 @@
-"""The process group of the ranks that step together: gloo on CPU, NCCL on CUDA.
+"""The process group of the ranks that step together: gloo on CPU, NCCL on CUDA. Ranks on the CPU of
+one node exchange what they can through memory that they share.
 
 The first leader's process keeps a store, on a listener that it opened before. All ranks that step
 together join through it and wait for one another in it. Its first entry is the first leader's
@@ -12,6 +13,7 @@ holds all ranks they listen on the loopback alone.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from datetime import timedelta
 from functools import partial
@@ -30,9 +32,12 @@ from torch._C._distributed_c10d import (
 
 from cluster.group.links import check_hello
 from cluster.group.rendezvous import Rendezvous
+from cluster.kv.transport.store import SharedMemory, open_shared
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import FrameError, decode, encode
-from model.parallel import Shard
+from cluster.wire.sockets import node_id
+from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes
+from model.parallel import Shard, share_memory
 
 JOIN_TIMEOUT_S = 120.0
 """Ranks are started together; the slowest has to import torch on a busy machine."""
@@ -154,10 +159,35 @@ def _group(
 ) -> ProcessGroup | None:
     if size == 1:
         return None
-    make = _nccl if device == "cuda" else _gloo
+    own, is_on_cuda = PrefixStore(name, store), device == "cuda"
     # A backend has the methods of a group. It is no member of torch's table of groups: one
     # process may hold several, and nothing global is left when it ends.
-    return cast(ProcessGroup, make(PrefixStore(name, store), rank, size, host))
+    group = cast(ProcessGroup, (_nccl if is_on_cuda else _gloo)(own, rank, size, host))
+    memory = None if is_on_cuda else _common_memory(own, rank, size)
+    if memory is not None:
+        share_memory(group, ShmCommunicator(memory, rank, size, COLLECTIVE_TIMEOUT_S))
+    return group
+
+
+def _common_memory(store: Store, rank: int, size: int) -> memoryview | None:
+    """Return memory that all ranks have mapped; None, on all of them, if one of them cannot."""
+    shared, view = None, None
+    if rank == 0:
+        if can_share():
+            shared = SharedMemory(memory_bytes(size))
+            view = shared.view
+        store.set("memory", f"{node_id()} {shared.pid} {shared.fd}" if shared else "")
+    elif (where := store.get("memory").decode()) and can_share():
+        node, pid, fd = where.split()
+        if node == node_id():
+            # Another user's process may not be looked into.
+            with contextlib.suppress(OSError):
+                view = open_shared(int(pid), int(fd))
+    store.set(f"has memory/{rank}", "" if view is None else "1")
+    have_it = [store.get(f"has memory/{each}") for each in range(size)]
+    if shared is not None:
+        os.close(shared.fd)
+    return view if all(have_it) else None
 
 
 def _gloo(store: Store, rank: int, size: int, host: str) -> Backend:

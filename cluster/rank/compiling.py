@@ -27,7 +27,6 @@ from compile.pieces.split import PieceInvariantError
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.scope import CompileScope
 from model.config import ModelConfig
-from model.kernels.cpu.native import fetch_library
 from model.kernels.cpu.packed_linear import can_pack
 from model.parallel import Shard
 
@@ -61,8 +60,6 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
         backend_name=f"paged attention on {config.device}",
         device=config.device,
     )
-    if config.device == "cpu":  # before the key is made, which says what the kernels can do
-        fetch_library(context.exchange if resolved.share_artifacts else None)
     return CompileScope(
         config=resolved,
         tp_rank=group.shard.rank,

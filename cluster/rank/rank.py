@@ -25,6 +25,7 @@ from cluster.wire.messages import KVSource, RankProcess
 from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
 from model.config import ModelConfig
+from model.kernels.cpu.native import fetch_library
 from model.parallel import Shard
 
 
@@ -121,6 +122,9 @@ class Rank(ABC):
         self.context = context
         self._sockets = sockets
         self._doorbell = Doorbell()
+        if context.config.device == "cpu":  # the group asks what the kernels can do, and the runner
+            is_shared = context.config.compilation.share_artifacts
+            fetch_library(context.exchange if is_shared else None)
         self._group = _join(context, rendezvous, listener)
         self.transfer = KVConnector(context)
         self.runner = ModelRunner(

@@ -4,7 +4,7 @@ behind it and without.
     python examples/bench/fused_all_reduce.py [--batches 1 8 32] [--output 64] [--repeats 7]
         [key=value ...]
 
-Two tensor-parallel ranks over gloo, each on a core of its own: a `LLM` of the bundled model for
+Two tensor-parallel ranks on one node, each on a core of its own: a `LLM` of the bundled model for
 each variant, all loaded, which take turns. A step lasts what `--output` more tokens take, divided
 by their number, with the way between this process and the ranks. Medians of all repetitions, in
 milliseconds, and the ratio to the same compiler without passes:

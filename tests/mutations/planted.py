@@ -334,7 +334,7 @@ MUTATIONS = (
     Mutation(
         "Ops of pieces that no compiler sees write into copies (O07).",
         "compile/passes/manager.py",
-        {"        reinplace(found.graph)\n": ""},
+        {"        reinplace(found.graph, storages)\n": ""},
         (
             "tests/cluster/parity/test_compiled_start.py::"
             "test_two_ranks_sum_and_norm_in_one_op_without_a_compiler",
@@ -690,5 +690,29 @@ MUTATIONS = (
         "cluster/kv/handoff.py",
         {"            if lease.deadline > now:\n": "            if True:\n"},
         ("tests/cluster/kv/test_handoff.py",),
+    ),
+    Mutation(
+        "A stream writes what others still read (O08).",
+        "compile/passes/streams.py",
+        {"            before.update(readers.pop(key, ()))\n": ""},
+        ("tests/simulation/test_cuda_streams.py",),
+    ),
+    Mutation(
+        "What one stream allocated and another uses is let go of in the middle of a piece (O08).",
+        "compile/passes/streams.py",
+        {"self._call(join_streams, *held)": "self._call(join_streams)"},
+        ("tests/simulation/test_cuda_streams.py",),
+    ),
+    Mutation(
+        "What sets streams is dead code to torch (O09).",
+        "compile/passes/stream_ops.py",
+        {"@has_side_effect\ndef set_stream": "def set_stream"},
+        ("tests/compile/passes/test_streams.py",),
+    ),
+    Mutation(
+        "A rank fills its slot of shared memory while others read it (P01).",
+        "model/kernels/cpu/cpp/communicator.cpp",
+        {"(int64_t)(at.exchange & 1)": "0"},
+        ("tests/model/kernels/test_communicator.py",),
     ),
 )

@@ -47,6 +47,8 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
+    "communicator_sum": ([_POINTER] * 2 + [_SIZE], ctypes.c_int64),
+    "communicator_sum_part": ([_POINTER] * 3 + [_SIZE], ctypes.c_int64),
 }
 """Of the kernels that `run` does not call: a step knows most sizes of the first one beforehand."""
 _KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
@@ -72,6 +74,7 @@ def native_library() -> ctypes.CDLL | None:
         logger.warning("C++ kernels are off, torch functions stand in: %s", message)
         return None
     library.packed_linear_takes.restype = ctypes.c_bool
+    library.communicator_broadcast.restype = library.communicator_gather.restype = ctypes.c_int64
     return library
 
 

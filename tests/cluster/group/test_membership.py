@@ -124,14 +124,48 @@ def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.Mo
         run_ranks(work, tp=2)
 
 
-def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def sum_of_ones(group: GroupMembership) -> list[float]:
+    return group.shard.all_reduce(torch.ones(2)).tolist()
+
+
+def test_ranks_of_one_node_sum_through_memory_that_they_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", None)
+    assert run_ranks(sum_of_ones, tp=2) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("lacks", ["kernels", "the first rank's memory", "a node in common"])
+def test_ranks_of_which_one_cannot_share_memory_all_sum_through_sockets(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter([True, False])
+    if lacks == "kernels":
+        monkeypatch.setattr(membership, "can_share", lambda: next(calls))
+    elif lacks == "a node in common":
+        monkeypatch.setattr(membership, "node_id", lambda: "this" if next(calls) else "that")
+    else:
+
+        def refused(*_: int) -> memoryview:
+            raise PermissionError
+
+        monkeypatch.setattr(membership, "open_shared", refused)
+    monkeypatch.setattr(membership, "ShmCommunicator", None)
+    assert run_ranks(sum_of_ones, tp=2) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_collective_without_a_peer_ends_in_seconds(
+    has_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(membership, "can_share", lambda: has_memory)
     has_ended = threading.Event()
 
     def work(group: GroupMembership) -> float:
         began = time.monotonic()
         if group.shard.rank == 0:
-            with pytest.raises(RuntimeError):
+            with pytest.raises(RuntimeError, match="imed out"):
                 group.shard.all_reduce(torch.ones(1))
             has_ended.set()
         else:

@@ -1,0 +1,116 @@
+"""Collectives of the ranks of one node through memory that they share. Through sockets they take
+several times as long, because each wakes a thread on both sides."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from model.kernels.cpu.native import native_function, native_library
+
+SLOT_BYTES = 1 << 20
+"""What a rank puts out at once; more goes in parts."""
+_LINE, _PAGE = 64, 4096
+_DONE = -1
+
+
+class _Place(ctypes.Structure):
+    """`Place` of communicator.cpp."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("ranks", ctypes.c_int64),
+        ("slot_bytes", ctypes.c_int64),
+        ("timeout_s", ctypes.c_double),
+        ("exchange", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+    ]
+
+
+def memory_bytes(num_ranks: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Return how much memory the ranks share: a counter each, and two slots."""
+    counters = -(-num_ranks * _LINE // _PAGE) * _PAGE
+    return counters + 2 * num_ranks * slot_bytes
+
+
+class ShmCommunicator:
+    """One rank's end. All ranks call the same methods, in the same order, with tensors of equal
+    shapes and dtypes. As with gloo, a RuntimeError ends a wait in vain; it names the rank.
+
+    A method that returns False has done nothing, on any rank, because it does not serve such
+    tensors.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """memory: `memory_bytes` of zeros, the same of all ranks. slot_bytes: a multiple of 64."""
+        self._library: Any = native_library()
+        assert self._library is not None, "communicator: wanted the C++ kernels, found none"
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        pointer = self._memory.data_ptr()
+        self._place = _Place(pointer, rank, num_ranks, slot_bytes, timeout_s, 0, 0)
+        self._at = ctypes.byref(self._place)
+
+    def all_reduce(self, x: torch.Tensor) -> bool:
+        """Overwrite `x` with the ranks' sum, which is added in float32 and in the ranks' order."""
+        add = native_function("communicator_sum", x.dtype)
+        if add is None or not x.is_contiguous():
+            return False
+        self._check("all_reduce", add(self._at, x.data_ptr(), x.numel()))
+        return True
+
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Fill `out` with this rank's part of the ranks' sum of `x`, which has as many for each."""
+        add = native_function("communicator_sum_part", x.dtype)
+        if add is None or not x.is_contiguous():
+            return False
+        self._check("reduce_scatter", add(self._at, x.data_ptr(), out.data_ptr(), out.numel()))
+        return True
+
+    def broadcast(self, x: torch.Tensor) -> bool:
+        """Overwrite `x` with rank 0's."""
+        if not x.is_contiguous():
+            return False
+        found = self._library.communicator_broadcast(self._at, _pointer(x), _size(x))
+        self._check("broadcast", found)
+        return True
+
+    def gather(self, x: torch.Tensor, parts: torch.Tensor, *, to_all: bool = False) -> bool:
+        """Fill `parts` [ranks, *shape of x] on rank 0, or on all ranks."""
+        if not x.is_contiguous():
+            return False
+        found = self._library.communicator_gather(
+            self._at, _pointer(x), _pointer(parts), _size(x), ctypes.c_bool(to_all)
+        )
+        self._check("gather", found)
+        return True
+
+    def _check(self, name: str, missing: int) -> None:
+        if missing != _DONE:
+            place = self._place
+            wanted = (
+                f"wanted all {place.ranks} ranks in {place.timeout_s:g} s, found no rank {missing}"
+            )
+            raise RuntimeError(f"{name} over shared memory timed out: {wanted}")
+
+
+def can_share() -> bool:
+    """Return whether this process has the kernels that a communicator needs."""
+    return native_library() is not None
+
+
+def _pointer(x: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def _size(x: torch.Tensor) -> ctypes.c_int64:
+    return ctypes.c_int64(x.numel() * x.element_size())

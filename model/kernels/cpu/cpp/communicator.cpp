@@ -1,0 +1,205 @@
+// Collectives of ranks that share memory on one node: sums, gathers and a broadcast.
+//
+// Each rank has two slots for its data, which take turns, and a counter. It raises the counter when
+// its part of an exchange lies in its slot, or if it has none. A slot is filled again two exchanges
+// later, once all counters stand where the exchange between has left them: who has raised its
+// counter there has read all that it wanted of the exchange before. So nobody waits for readers.
+// `tests/simulation/communicator_model.py` checks it in every order of 2 and of 4 ranks.
+
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+
+#include "arguments.h"
+
+namespace {
+
+constexpr int64_t LINE = 64, PAGE = 4096, BLOCK = 1024, DONE = -1;
+// From here on, where there are more than two, each rank adds up a part for all.
+constexpr int64_t TWO_SHOT_BYTES = 32768;
+constexpr int SPINS = 2000, YIELDS = 2000;
+constexpr timespec MOMENT{0, 50000};
+
+// Mirrored in `communicator.py`.
+struct Place {
+  char* memory;
+  int64_t rank, ranks, slot_bytes;
+  double timeout_s;
+  uint64_t exchange, count;
+};
+
+std::atomic<uint64_t>& counter(const Place& at, int64_t rank) {
+  return *(std::atomic<uint64_t>*)(at.memory + rank * LINE);
+}
+
+char* slot(const Place& at, int64_t rank) {
+  const int64_t counters = (at.ranks * LINE + PAGE - 1) / PAGE * PAGE;
+  return at.memory + counters + (2 * rank + (int64_t)(at.exchange & 1)) * at.slot_bytes;
+}
+
+double now_s() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+// Waits until a counter is where ours is, first with this core and then without: the rank that is
+// waited for may need it.
+bool wait_for(const Place& at, int64_t rank) {
+  const auto& theirs = counter(at, rank);
+  const auto is_there = [&] { return theirs.load(std::memory_order_acquire) >= at.count; };
+  for (int i = 0; i < SPINS; i++, pause())
+    if (is_there()) return true;
+  const double until = now_s() + at.timeout_s;
+  for (int64_t i = 0; !is_there(); i++) {
+    if (i < YIELDS) {
+      sched_yield();
+    } else {
+      nanosleep(&MOMENT, nullptr);
+      if (now_s() > until) return false;
+    }
+  }
+  return true;
+}
+
+// Returns DONE, or the first rank that did not come.
+int64_t wait_for_all(const Place& at) {
+  for (int64_t rank = 0; rank < at.ranks; rank++)
+    if (!wait_for(at, rank)) return rank;
+  return DONE;
+}
+
+void raise(Place& at) { counter(at, at.rank).store(++at.count, std::memory_order_release); }
+
+// out: the ranks' sum of n elements from `first` on, added in the order of the ranks.
+template <class T>
+void add_up(const Place& at, T* out, int64_t first, int64_t n) {
+  float sum[BLOCK];
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    const int64_t size = std::min(BLOCK, n - begin);
+    for (int64_t rank = 0; rank < at.ranks; rank++) {
+      const T* x = (const T*)slot(at, rank) + first + begin;
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++) sum[i] = (rank ? sum[i] : 0.0f) + to_float(x[i]);
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) from_float(sum[i], out + begin + i);
+  }
+}
+
+// One-shot: each rank reads all slots. Two-shot: it adds up its part, in its slot, where nobody
+// else reads that part before, and the second raise of its counter says that it lies there.
+template <class T>
+int64_t sum_slot(Place& at, T* x, int64_t n) {
+  int64_t missing = wait_for_all(at);
+  if (missing != DONE) return missing;
+  at.exchange++;
+  T* own = (T*)slot(at, at.rank);
+  memcpy(own, x, n * sizeof(T));
+  raise(at);
+  if ((missing = wait_for_all(at)) != DONE) return missing;
+  if (at.ranks == 2 || n * (int64_t)sizeof(T) < TWO_SHOT_BYTES) {
+    add_up(at, x, 0, n);
+    return DONE;
+  }
+  const int64_t part = (n + at.ranks - 1) / at.ranks;
+  const auto first = [&](int64_t rank) { return std::min(n, rank * part); };
+  const auto size = [&](int64_t rank) { return first(rank + 1) - first(rank); };
+  add_up(at, own + first(at.rank), first(at.rank), size(at.rank));
+  raise(at);
+  for (int64_t rank = 0; rank < at.ranks; rank++) {
+    if (!wait_for(at, rank)) return rank;
+    memcpy(x + first(rank), (T*)slot(at, rank) + first(rank), size(rank) * sizeof(T));
+  }
+  return DONE;
+}
+
+template <class T>
+int64_t sum(Place& at, T* x, int64_t n) {
+  const int64_t most = at.slot_bytes / (int64_t)sizeof(T);
+  int64_t missing = DONE;
+  for (int64_t i = 0; i < n && missing == DONE; i += most)
+    missing = sum_slot(at, x + i, std::min(most, n - i));
+  return missing;
+}
+
+template <class T>
+int64_t sum_part(Place& at, const T* x, T* out, int64_t n) {
+  const int64_t most = at.slot_bytes / (int64_t)sizeof(T) / at.ranks;
+  for (int64_t i = 0; i < n; i += most) {
+    const int64_t size = std::min(most, n - i);
+    int64_t missing = wait_for_all(at);
+    if (missing != DONE) return missing;
+    at.exchange++;
+    for (int64_t rank = 0; rank < at.ranks; rank++)
+      memcpy((T*)slot(at, at.rank) + rank * size, x + rank * n + i, size * sizeof(T));
+    raise(at);
+    if ((missing = wait_for_all(at)) != DONE) return missing;
+    add_up(at, out + i, at.rank * size, size);
+  }
+  return DONE;
+}
+
+}  // namespace
+
+// Of these functions all ranks call the same, with equal sizes. They return -1, or the rank that
+// they have waited for in vain.
+//
+// sum: the n elements of x become the ranks' sum.
+// sum_part: out becomes this rank's n elements of the ranks' sum of x, which has n for each rank.
+#define SUMS(name, T)                                                                         \
+  extern "C" int64_t communicator_sum_##name(Place* at, T* x, int64_t n) {                    \
+    return sum(*at, x, n);                                                                    \
+  }                                                                                           \
+  extern "C" int64_t communicator_sum_part_##name(Place* at, const T* x, T* out, int64_t n) { \
+    return sum_part(*at, x, out, n);                                                          \
+  }
+
+SUMS(float32, float)
+SUMS(bfloat16, bf16)
+
+// x: rank 0's bytes come to all.
+extern "C" int64_t communicator_broadcast(Place* at, char* x, int64_t num_bytes) {
+  for (int64_t i = 0; i < num_bytes; i += at->slot_bytes) {
+    const int64_t size = std::min(at->slot_bytes, num_bytes - i);
+    if (at->rank == 0) {
+      const int64_t missing = wait_for_all(*at);
+      if (missing != DONE) return missing;
+    }
+    at->exchange++;
+    if (at->rank == 0) memcpy(slot(*at, 0), x + i, size);
+    raise(*at);
+    if (at->rank == 0) continue;
+    if (!wait_for(*at, 0)) return 0;
+    memcpy(x + i, slot(*at, 0), size);
+  }
+  return DONE;
+}
+
+// parts: the bytes of all ranks, one after the other, on all of them or on rank 0 alone.
+extern "C" int64_t communicator_gather(Place* at, const char* x, char* parts, int64_t num_bytes,
+                                       bool to_all) {
+  for (int64_t i = 0; i < num_bytes; i += at->slot_bytes) {
+    const int64_t size = std::min(at->slot_bytes, num_bytes - i);
+    int64_t missing = wait_for_all(*at);
+    if (missing != DONE) return missing;
+    at->exchange++;
+    memcpy(slot(*at, at->rank), x + i, size);
+    raise(*at);
+    if (at->rank != 0 && !to_all) continue;
+    for (int64_t rank = 0; rank < at->ranks; rank++) {
+      if (!wait_for(*at, rank)) return rank;
+      memcpy(parts + rank * num_bytes + i, slot(*at, rank), size);
+    }
+  }
+  return DONE;
+}
