@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
 import sim_engine as sim
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from cluster.config import Role
@@ -100,15 +101,15 @@ class Line:
             self.ends[name] = reason
 
 
-@settings(
-    max_examples=1000,
-    deadline=None,
-    print_blob=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(data=st.data())
-def test_every_text_survives_any_number_of_moves(data: st.DataObject) -> None:
+NUM_TRACES = 400
+"""Times the factor of `--fuzz`."""
+
+
+def test_every_text_survives_any_number_of_moves(fuzz: Callable[[int], settings]) -> None:
+    fuzz(NUM_TRACES)(given(data=st.data())(survive_moves))()
+
+
+def survive_moves(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     window = data.draw(st.sampled_from(sim.WINDOWS))
     shapes = [data.draw(sim.shapes(trace, window)) for _ in range(3)]

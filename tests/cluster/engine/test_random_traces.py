@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import sim_engine as sim
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-traces = settings(
-    max_examples=1000,
-    deadline=None,
-    print_blob=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+NUM_TRACES = 400
+"""Of a test of texts, times the factor of `--fuzz`."""
+Fuzz = Callable[[int], settings]
 
 
 def run_mixed(
@@ -51,9 +48,11 @@ def run_mixed(
     return SimpleNamespace(engine=engine, texts=texts, ends=ends)
 
 
-@traces
-@given(data=st.data())
-def test_every_text_is_the_oracles_whatever_the_pool(data: st.DataObject) -> None:
+def test_every_text_is_the_oracles_whatever_the_pool(fuzz: Fuzz) -> None:
+    fuzz(NUM_TRACES)(given(data=st.data())(run_through_a_pool))()
+
+
+def run_through_a_pool(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
     result = run_mixed(trace, shape, is_overlapped=data.draw(st.booleans()))
@@ -66,9 +65,11 @@ def test_every_text_is_the_oracles_whatever_the_pool(data: st.DataObject) -> Non
     assert result.engine.blocks.num_free_blocks == shape.num_blocks
 
 
-@traces
-@given(data=st.data())
-def test_every_text_survives_prefill_handoff_and_loss(data: st.DataObject) -> None:
+def test_every_text_survives_prefill_handoff_and_loss(fuzz: Fuzz) -> None:
+    fuzz(NUM_TRACES)(given(data=st.data())(survive_handoff_and_loss))()
+
+
+def survive_handoff_and_loss(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     window = data.draw(st.sampled_from(sim.WINDOWS))
     prefill, decode = (data.draw(sim.shapes(trace, window)) for _ in range(2))
@@ -106,10 +107,12 @@ def test_every_text_survives_prefill_handoff_and_loss(data: st.DataObject) -> No
     assert pair.holder.num_held == 0 and not pair.reader.reads
 
 
-@settings(traces, max_examples=300)
-@given(data=st.data())
-def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(data: st.DataObject) -> None:
+def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(fuzz: Fuzz) -> None:
     """A token that is drawn and dropped is one behind a stop token, or of an aborted request."""
+    fuzz(200)(given(data=st.data())(waste_few_rows))()
+
+
+def waste_few_rows(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
     result = run_mixed(trace, shape, is_overlapped=True)
@@ -124,12 +127,14 @@ def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(data: st.DataObje
     assert num_drawn == sum(map(len, plain.texts.values())) - num_resumed
 
 
-@settings(traces, max_examples=300)
-@given(data=st.data())
 def test_what_is_remembered_of_the_head_changes_no_plan_where_nothing_is_cached(
-    data: st.DataObject,
+    fuzz: Fuzz,
 ) -> None:
     """Blocks of a cached head that others take count as needed until they have ended."""
+    fuzz(200)(given(data=st.data())(plan_alike))()
+
+
+def plan_alike(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
     shape = dataclasses.replace(shape, caching=False)

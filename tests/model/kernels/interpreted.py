@@ -383,9 +383,9 @@ def check_model(rng: random.Random) -> None:
     with patch.object(packed_linear, "_packs", return_value=False):
         model, config = load_model(os.environ["CHECKPOINT"], dtype=torch.float32, device=CPU)
     counts = [
-        {"a": rng.randint(2, 20), "b": rng.randint(2, 9), "c": 1},
+        {"a": rng.randint(2, 12), "b": rng.randint(2, 5), "c": 1},
         {"a": 1, "b": 1, "c": 1},
-        {"a": 1, "b": 7, "c": 30},
+        {"a": 1, "b": 5, "c": 14},
     ]
     steps = [
         {name: torch.randint(0, config.vocab_size, (n,)) for name, n in step.items()}
