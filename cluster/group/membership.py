@@ -32,9 +32,9 @@ from torch._C._distributed_c10d import (
 
 from cluster.group.links import check_hello
 from cluster.group.rendezvous import Rendezvous
-from cluster.kv.transport.store import SharedMemory, open_shared
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import FrameError, decode, encode
+from cluster.wire.shared_memory import SharedMemory, open_shared
 from cluster.wire.sockets import node_id
 from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes
 from model.parallel import Shard, share_memory

@@ -17,11 +17,11 @@ from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
-from cluster.kv.transport.store import SharedMemory
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import KVSource, RankProcess
+from cluster.wire.shared_memory import SharedMemory
 from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
 from model.config import ModelConfig

@@ -41,11 +41,11 @@ of a group begin in the same order on all ranks."""
 
 @dataclass(frozen=True)
 class Spread:
-    """How a graph was spread. Costs are those of the longest path and of all nodes."""
+    """How a graph was spread. Costs until the last stream ends, and of all nodes in a row."""
 
     num_streams: int
     num_events: int
-    longest: int
+    makespan: int
     serial: int
 
 
@@ -63,8 +63,8 @@ def spread_over_streams(graph: fx.Graph, max_num_streams: int, storages: Storage
     if num_streams < 2:
         return None
     num_events = _Emitter(graph, schedule).emit()
-    longest, serial = max(schedule.end_of.values()), sum(map(cost, nodes))
-    return Spread(num_streams, num_events, longest, serial)
+    makespan, serial = max(schedule.end_of.values()), sum(map(cost, nodes))
+    return Spread(num_streams, num_events, makespan, serial)
 
 
 def cost(node: Node) -> int:

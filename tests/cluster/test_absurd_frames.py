@@ -33,7 +33,6 @@ from wire_structs import request_of, rules_of
 
 from cluster.config import EngineConfig, Role
 from cluster.kv import reads as kv_reads
-from cluster.kv.transport.store import SharedMemory
 from cluster.rank import leader as leader_module
 from cluster.rank.leader import MAX_INBOX_FRAMES
 from cluster.wire.messages import (
@@ -49,6 +48,7 @@ from cluster.wire.messages import (
     Submit,
     encode,
 )
+from cluster.wire.shared_memory import SharedMemory
 from cluster.wire.sockets import connecting_socket, node_id, pack
 
 VOCAB, NUM_TOKENS = 256, 6

@@ -17,11 +17,12 @@ import zmq
 
 from cluster.kv.reads import KVPulls
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
-from cluster.kv.transport.store import BlockStore, open_shared
+from cluster.kv.transport.store import BlockStore
 from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
+from cluster.wire.shared_memory import open_shared
 from cluster.wire.sockets import (
     CONNECTION_ENDS,
     MAX_PART_BYTES,

@@ -12,7 +12,6 @@ from model.kernels.cpu.native import native_function, native_library
 
 SLOT_BYTES = 1 << 20
 """What a rank puts out at once; more goes in parts."""
-_LINE, _PAGE = 64, 4096
 _DONE = -1
 
 
@@ -31,9 +30,10 @@ class _Place(ctypes.Structure):
 
 
 def memory_bytes(num_ranks: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Return how much memory the ranks share: a counter each, and two slots."""
-    counters = -(-num_ranks * _LINE // _PAGE) * _PAGE
-    return counters + 2 * num_ranks * slot_bytes
+    """Return how much memory the ranks share: a counter each, and two slots. Needs the kernels."""
+    library: Any = native_library()
+    num_bytes: int = library.communicator_bytes(*map(ctypes.c_int64, (num_ranks, slot_bytes)))
+    return num_bytes
 
 
 class ShmCommunicator:

@@ -74,7 +74,8 @@ def native_library() -> ctypes.CDLL | None:
         logger.warning("C++ kernels are off, torch functions stand in: %s", message)
         return None
     library.packed_linear_takes.restype = ctypes.c_bool
-    library.communicator_broadcast.restype = library.communicator_gather.restype = ctypes.c_int64
+    for name in ("bytes", "broadcast", "gather"):
+        getattr(library, f"communicator_{name}").restype = ctypes.c_int64
     return library
 
 

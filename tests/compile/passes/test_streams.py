@@ -64,7 +64,7 @@ def test_a_router_runs_beside_the_expert_that_all_tokens_share() -> None:
     spread = spread_over_streams(module.graph, 2, Storages())
     assert spread is not None
     assert (spread.num_streams, spread.num_events) == (2, 1)
-    assert (spread.longest, spread.serial) == (22, 32)
+    assert (spread.makespan, spread.serial) == (22, 32)
     assert lines(module.graph) == [
         "fork_streams(2)",
         "mm",

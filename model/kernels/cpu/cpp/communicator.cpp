@@ -33,9 +33,12 @@ std::atomic<uint64_t>& counter(const Place& at, int64_t rank) {
   return *(std::atomic<uint64_t>*)(at.memory + rank * LINE);
 }
 
+// Where the slots begin, behind the counters.
+int64_t first_slot(int64_t ranks) { return (ranks * LINE + PAGE - 1) / PAGE * PAGE; }
+
 char* slot(const Place& at, int64_t rank) {
-  const int64_t counters = (at.ranks * LINE + PAGE - 1) / PAGE * PAGE;
-  return at.memory + counters + (2 * rank + (int64_t)(at.exchange & 1)) * at.slot_bytes;
+  const int64_t index = 2 * rank + (int64_t)(at.exchange & 1);
+  return at.memory + first_slot(at.ranks) + index * at.slot_bytes;
 }
 
 double now_s() {
@@ -44,7 +47,7 @@ double now_s() {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-void pause() {
+void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -57,7 +60,7 @@ void pause() {
 bool wait_for(const Place& at, int64_t rank) {
   const auto& theirs = counter(at, rank);
   const auto is_there = [&] { return theirs.load(std::memory_order_acquire) >= at.count; };
-  for (int i = 0; i < SPINS; i++, pause())
+  for (int i = 0; i < SPINS; i++, relax())
     if (is_there()) return true;
   const double until = now_s() + at.timeout_s;
   for (int64_t i = 0; !is_there(); i++) {
@@ -78,7 +81,7 @@ int64_t wait_for_all(const Place& at) {
   return DONE;
 }
 
-void raise(Place& at) { counter(at, at.rank).store(++at.count, std::memory_order_release); }
+void raise_counter(Place& at) { counter(at, at.rank).store(++at.count, std::memory_order_release); }
 
 // out: the ranks' sum of n elements from `first` on, added in the order of the ranks.
 template <class T>
@@ -105,7 +108,7 @@ int64_t sum_slot(Place& at, T* x, int64_t n) {
   at.exchange++;
   T* own = (T*)slot(at, at.rank);
   memcpy(own, x, n * sizeof(T));
-  raise(at);
+  raise_counter(at);
   if ((missing = wait_for_all(at)) != DONE) return missing;
   if (at.ranks == 2 || n * (int64_t)sizeof(T) < TWO_SHOT_BYTES) {
     add_up(at, x, 0, n);
@@ -115,7 +118,7 @@ int64_t sum_slot(Place& at, T* x, int64_t n) {
   const auto first = [&](int64_t rank) { return std::min(n, rank * part); };
   const auto size = [&](int64_t rank) { return first(rank + 1) - first(rank); };
   add_up(at, own + first(at.rank), first(at.rank), size(at.rank));
-  raise(at);
+  raise_counter(at);
   for (int64_t rank = 0; rank < at.ranks; rank++) {
     if (!wait_for(at, rank)) return rank;
     memcpy(x + first(rank), (T*)slot(at, rank) + first(rank), size(rank) * sizeof(T));
@@ -142,7 +145,7 @@ int64_t sum_part(Place& at, const T* x, T* out, int64_t n) {
     at.exchange++;
     for (int64_t rank = 0; rank < at.ranks; rank++)
       memcpy((T*)slot(at, at.rank) + rank * size, x + rank * n + i, size * sizeof(T));
-    raise(at);
+    raise_counter(at);
     if ((missing = wait_for_all(at)) != DONE) return missing;
     add_up(at, out + i, at.rank * size, size);
   }
@@ -151,7 +154,12 @@ int64_t sum_part(Place& at, const T* x, T* out, int64_t n) {
 
 }  // namespace
 
-// Of these functions all ranks call the same, with equal sizes. They return -1, or the rank that
+// How much memory so many ranks share.
+extern "C" int64_t communicator_bytes(int64_t ranks, int64_t slot_bytes) {
+  return first_slot(ranks) + 2 * ranks * slot_bytes;
+}
+
+// Of the functions below all ranks call the same, with equal sizes. They return -1, or the rank that
 // they have waited for in vain.
 //
 // sum: the n elements of x become the ranks' sum.
@@ -177,7 +185,7 @@ extern "C" int64_t communicator_broadcast(Place* at, char* x, int64_t num_bytes)
     }
     at->exchange++;
     if (at->rank == 0) memcpy(slot(*at, 0), x + i, size);
-    raise(*at);
+    raise_counter(*at);
     if (at->rank == 0) continue;
     if (!wait_for(*at, 0)) return 0;
     memcpy(x + i, slot(*at, 0), size);
@@ -194,7 +202,7 @@ extern "C" int64_t communicator_gather(Place* at, const char* x, char* parts, in
     if (missing != DONE) return missing;
     at->exchange++;
     memcpy(slot(*at, at->rank), x + i, size);
-    raise(*at);
+    raise_counter(*at);
     if (at->rank != 0 && !to_all) continue;
     for (int64_t rank = 0; rank < at->ranks; rank++) {
       if (!wait_for(*at, rank)) return rank;

@@ -23,10 +23,10 @@ from cluster.kv.handoff import KVHolder
 from cluster.kv.transport import puller as puller_module
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer, ProvedCall
-from cluster.kv.transport.store import SharedMemory
 from cluster.kv.transport.thread import KVThreadDied
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff, KVRenew, KVSource, decode, encode
+from cluster.wire.shared_memory import SharedMemory
 from cluster.wire.sockets import Doorbell, node_id
 from examples.bench.fault_injection import cut_connections
 from model.kv_cache import KVCacheSpec
@@ -195,7 +195,7 @@ def test_memory_that_may_not_be_opened_is_read_over_tcp(
 
 HOLDER = """
 import sys
-from cluster.kv.transport.store import SharedMemory
+from cluster.wire.shared_memory import SharedMemory
 memory = SharedMemory(int(sys.argv[1]))
 print(memory.fd, flush=True)
 sys.stdin.read()
