@@ -34,6 +34,7 @@ KEYED_FIELDS = (
     "evaluate_guards",
     "passes",
     "max_num_streams",
+    "enable_userbuffers",
 )
 """Fields that change generated code. `compiler` is one too, by the name that auto stands for. The
 others select which code is needed or how it is run; each size has its own entry. A test lists them,
@@ -306,6 +307,9 @@ class CompilationConfig:
     max_num_streams: Streams = 1
     """CUDA streams over which a piece is spread that Inductor does not compile, so that what is
     independent runs side by side."""
+    enable_userbuffers: bool = False
+    """Let products write into memory that the other tensor-parallel ranks read, where a piece that
+    Inductor does not compile adds them up, and each rank keep its rows of the residual."""
 
     graph_bs: Annotated[tuple[int, ...], Bound("batch sizes")] = ()
     """Ascending batch sizes that are captured. Filled in by `resolve`."""

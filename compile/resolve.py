@@ -250,7 +250,8 @@ def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
     return default if given is None else given
 
 
-NORM_PASSES = ("fuse_add_rms_norm", "fuse_all_reduce_rms_norm")
+FUSED_SUM = "fuse_all_reduce_rms_norm"
+NORM_PASSES = ("fuse_add_rms_norm", FUSED_SUM)
 
 
 def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
@@ -259,6 +260,9 @@ def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     if config.passes is not None:
         return config.passes
     return () if config.has_inductor and facts.is_cpu else NORM_PASSES
+
+
+_NO_INDUCTOR = "where Inductor compiles (use_inductor=false runs pieces as they were traced)"
 
 
 def _max_num_streams(config: CompilationConfig, facts: _Facts) -> int:
@@ -276,9 +280,27 @@ def _max_num_streams(config: CompilationConfig, facts: _Facts) -> int:
         wanted = "1 with device=cpu (it has no streams)"
         raise FieldError("compilation.max_num_streams", wanted, asked)
     if config.has_inductor:
-        wanted = "1 where Inductor compiles (use_inductor=false runs pieces as they were traced)"
+        wanted = f"1 {_NO_INDUCTOR}"
         raise FieldError("compilation.max_num_streams", wanted, asked)
     return asked
+
+
+def _enable_userbuffers(config: CompilationConfig, facts: _Facts) -> bool:
+    field = "compilation.enable_userbuffers"
+    if not config.enable_userbuffers:
+        return False
+    if config.level < CompilationLevel.DYNAMO_ONCE:
+        log.warning("%s: without effect at level %d: only what is compiled", field, config.level)
+        return False
+    if not facts.is_cpu:
+        wanted = "false with device=cuda (GPUs share no memory yet)"
+    elif config.has_inductor:
+        wanted = f"false {_NO_INDUCTOR}"
+    elif FUSED_SUM not in _passes(config, facts):
+        wanted = f"false without {FUSED_SUM} among compilation.passes"
+    else:
+        return True
+    raise FieldError(field, wanted, True)
 
 
 def _serve_while_compiling(config: CompilationConfig, facts: _Facts) -> str:
@@ -314,6 +336,7 @@ _RULES: dict[str, Callable[[CompilationConfig, _Facts], Any]] = {
     **{field: partial(_warmups, field) for field in DEFAULT_WARMUPS},
     "passes": _passes,
     "max_num_streams": _max_num_streams,
+    "enable_userbuffers": _enable_userbuffers,
     "capture_logits": lambda config, facts: (
         not facts.is_cpu if config.capture_logits is None else config.capture_logits
     ),

@@ -50,6 +50,11 @@ def share_memory(group: dist.ProcessGroup, communicator: ShmCommunicator) -> Non
     _communicators[group] = communicator
 
 
+def communicator_of(group_name: str) -> ShmCommunicator | None:
+    """Return what `share_memory` gave a group; None: its ranks share no memory."""
+    return _communicators.get(find_group(group_name))
+
+
 def _all_reduce(x: torch.Tensor, group_name: str) -> None:
     group = find_group(group_name)
     near = _communicators.get(group)

@@ -23,7 +23,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from compile.config import (
     DEFAULT_SPLITTING_OPS,
@@ -35,7 +35,7 @@ from compile.config import (
 )
 from compile.dispatch import ascending
 from compile.errors import FieldError
-from model.fields import at_least, says
+from model.fields import at_least
 
 DEFAULT_LEVEL = int(CompilationLevel.PIECEWISE)
 """What is compiled where no level is given."""
@@ -50,18 +50,13 @@ class TorchCompileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     enable_inductor: bool | UnsetType = UNSET
     enable_piecewise_cuda_graph: bool | UnsetType = UNSET
     capture_num_tokens: list[int] | None = None
-    enable_userbuffers: bool = False
-    max_num_streams: Annotated[int, Meta(ge=1), says("a whole number of at least 1")] = 1
+    enable_userbuffers: bool | UnsetType = UNSET
+    max_num_streams: int | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        for name, only, why in (
-            ("enable_fullgraph", True, "a forward is always one graph"),
-            ("enable_userbuffers", False, "user buffers are not built yet"),
-            ("max_num_streams", 1, "several streams are not built yet"),
-        ):
-            if (found := getattr(self, name)) != only:
-                wanted = f"{json.dumps(only)} ({why})"
-                raise FieldError(f"torch_compile_config.{name}", wanted, found)
+        if not self.enable_fullgraph:
+            wanted = "true (a forward is always one graph)"
+            raise FieldError("torch_compile_config.enable_fullgraph", wanted, False)
 
 
 class CudaGraphConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,6 +120,9 @@ def _meanings(
         pieces = compiles.enable_piecewise_cuda_graph
         inductor = compiles.enable_inductor
         found += [("use_inductor", f"{section}.enable_inductor", inductor, False)]
+        for name in ("enable_userbuffers", "max_num_streams"):
+            if (value := getattr(compiles, name)) is not UNSET:
+                found += [(name, f"{section}.{name}", value, None)]
         if compiles.capture_num_tokens is not None:
             tokens = "capture_num_tokens"
             found += [(tokens, f"{section}.{tokens}", compiles.capture_num_tokens, None)]

@@ -20,6 +20,7 @@ from compile.passes.graph_pass import GraphPass
 from compile.passes.reinplace import reinplace
 from compile.passes.storages import Storages
 from compile.passes.streams import spread_over_streams
+from compile.passes.user_buffers import use_user_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,18 @@ PASSES: dict[str, Callable[[], GraphPass]] = {
 
 
 class PassManager:
-    def __init__(self, passes: Sequence[GraphPass], max_num_streams: int = 1) -> None:
-        """Take the passes, in order. Pieces without a compiler are spread over so many streams."""
+    def __init__(
+        self,
+        passes: Sequence[GraphPass],
+        max_num_streams: int = 1,
+        *,
+        enable_userbuffers: bool = False,
+    ) -> None:
+        """Take the passes, in order. Pieces without a compiler are spread over so many streams, and
+        add up in user buffers."""
         self.passes = tuple(passes)
         self._max_num_streams = max_num_streams
+        self._enable_userbuffers = enable_userbuffers
 
     @classmethod
     def from_config(cls, config: CompilationConfig) -> PassManager:
@@ -43,7 +52,11 @@ class PassManager:
             if name not in PASSES:
                 wanted = f"names out of {', '.join(sorted(PASSES))}"
                 raise FieldError("compilation.passes", wanted, name)
-        return cls([PASSES[name]() for name in names], config.max_num_streams)
+        return cls(
+            [PASSES[name]() for name in names],
+            config.max_num_streams,
+            enable_userbuffers=config.enable_userbuffers,
+        )
 
     def apply(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
         """Return a piece as it runs without a compiler: ATen ops, rewritten, that write in place
@@ -53,6 +66,8 @@ class PassManager:
         self(found.graph)
         storages = Storages()
         reinplace(found.graph, storages)
+        if self._enable_userbuffers:
+            use_user_buffers(found.graph)
         if spread := spread_over_streams(found.graph, self._max_num_streams, storages):
             logger.debug("spread a piece: %s", spread)
         # Nothing that looks for dead code may follow.

@@ -10,6 +10,7 @@ by their number, with the way between this process and the ranks. Medians of all
 milliseconds, and the ratio to the same compiler without passes:
 
     as traced   pieces run op by op, as they do where Inductor is off
+                in place: products are written where the other rank reads them
     inductor    Inductor's code, which fuses a norm with what is computed around it by itself
 
 Arguments of `deploy` come last.
@@ -29,6 +30,11 @@ NUM_PROMPT_TOKENS = 8
 VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
     ("as traced", "unfused"): {"use_inductor": False, "passes": []},
     ("as traced", "fused"): {"use_inductor": False, "passes": NORM_PASSES},
+    ("as traced", "in place"): {
+        "use_inductor": False,
+        "passes": NORM_PASSES,
+        "enable_userbuffers": True,
+    },
     ("inductor", "unfused"): {"passes": []},
     ("inductor", "fused"): {"passes": NORM_PASSES},
 }

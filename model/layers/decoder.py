@@ -14,6 +14,7 @@ from torch import nn
 
 from compile.context import static_forward_context
 from compile.pieces.decorator import support_torch_compile
+from model import user_buffers  # noqa: F401  (registers ops that passes write into graphs)
 from model.config import ModelConfig
 from model.families import FAMILIES
 from model.kernels import dispatch

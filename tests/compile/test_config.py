@@ -117,6 +117,7 @@ BAD = {
     "serve_while_compiling": ("yes", None, 1),
     "passes": ("fuse", ["a b"], ["fuse", "fuse"], [1]),
     "max_num_streams": (0, 17, "2", True),
+    "enable_userbuffers": (1, "true", None),
 }
 
 
@@ -260,6 +261,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "serve_while_compiling": st.sampled_from(["auto", "off"]),
     "passes": st.none() | st.lists(st.sampled_from(["fuse", "reinplace"]), unique=True),
     "max_num_streams": st.integers(1, 16),
+    "enable_userbuffers": st.booleans(),
 }
 
 CONFIGS = st.fixed_dictionaries(

@@ -341,6 +341,24 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "A residual of which each rank has its rows leaves a piece as it is (O05).",
+        "compile/passes/user_buffers.py",
+        {"if any(not _reads_own_rows(user, part, node) for user in part.users):": "if False:"},
+        (
+            "tests/cluster/parity/test_compiled_start.py::"
+            "test_ranks_add_up_where_their_products_were_written",
+        ),
+    ),
+    Mutation(
+        "A product is not written where the other ranks read it (O05).",
+        "compile/passes/user_buffers.py",
+        {"    for node in sums:\n        _move_product(graph, node)\n": ""},
+        (
+            "tests/cluster/parity/test_compiled_start.py::"
+            "test_ranks_add_up_where_their_products_were_written",
+        ),
+    ),
+    Mutation(
         "What runs where a replica stops is waited for until its ranks are killed (P17).",
         "serve/pools/directory.py",
         {'if report.state == "stopping":': 'if report.state == "never":'},

@@ -63,6 +63,7 @@ OTHER: dict[str, Any] = {
     "serve_while_compiling": "off",
     "passes": ["fuse_add_rms_norm"],
     "max_num_streams": 1,
+    "enable_userbuffers": False,
 }
 """Every field as YAML has it, none of them at its default where another value is run already."""
 
@@ -294,6 +295,9 @@ def test_defaults_of_the_sections_hold_where_the_field_is_not_given() -> None:
         "enable_padding": False,
         "cudagraph_capture_sizes": (*range(1, 33), 64, 128),
     }
+    stated = {"enable_userbuffers": True, "max_num_streams": 2}
+    found = fields_of({COMPILES: stated})
+    assert {name: found[name] for name in stated} == stated
     given = {
         "level": 2,
         "use_inductor": True,
@@ -331,18 +335,13 @@ def test_sizes_up_to_a_largest_batch(largest: int, padding: bool, wanted: tuple[
         ),
         (
             COMPILES,
-            {"enable_userbuffers": True},
-            ".enable_userbuffers: wanted false (user buffers are not built yet), found True",
-        ),
-        (
-            COMPILES,
-            {"max_num_streams": 2},
-            ".max_num_streams: wanted 1 (several streams are not built yet), found 2",
+            {"enable_userbuffers": "on"},
+            ".enable_userbuffers: wanted bool, found 'on'",
         ),
         (
             COMPILES,
             {"max_num_streams": 0},
-            ".max_num_streams: wanted a whole number of at least 1, found 0",
+            ".max_num_streams: wanted a whole number from 1 to 16, found 0",
         ),
         (
             COMPILES,
@@ -423,8 +422,8 @@ def test_fields_that_change_generated_code_change_what_decides_tokens() -> None:
     """What ranks must agree on is more, all of what they are told."""
     default = deploy_config({})
     for name, value in {**OTHER, "sealed": "strict", "cudagraph_copy_inputs": True}.items():
-        if name == "max_num_streams":
-            continue  # a CPU has one
+        if name in ("max_num_streams", "enable_userbuffers"):
+            continue  # a CPU has one stream, and user buffers need pieces without Inductor
         found = deploy_config({"compilation": {name: value}})
         changes_code = name in (*KEYED_FIELDS, "compiler")
         assert (found.numerics_hash != default.numerics_hash) == changes_code, name

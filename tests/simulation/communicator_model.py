@@ -2,11 +2,11 @@
 
     python tests/simulation/communicator_model.py [--ranks 2 4] [--exchanges 3]
 
-A model of `communicator.cpp`: each rank's counter, its two slots, and what it does to them, one
-access after the other; a slot that is being filled holds nothing. The states that any order of the
-ranks leads to are visited once. Wrong is a read of what is not there or not from this exchange, and
-an order in which nobody can go on. Printed are the numbers of states, and which of the planted
-bugs (`BUGS`) are found.
+A model of `communicator.cpp`: each rank's counter, its two slots and its user buffer, and what it
+does to them, one access after the other; what is being filled holds nothing. The states that any
+order of the ranks leads to are visited once. Wrong is a read of what is not there or not from this
+exchange, and an order in which nobody can go on. Printed are the numbers of states, and which of
+the planted bugs (`BUGS`) are found.
 
 Ranks that all wait for one another at every exchange cannot be more than two exchanges apart, so
 three exchanges in a row show what more would.
@@ -21,13 +21,20 @@ from itertools import product
 from typing import NamedTuple
 
 ONE_SHOT, TWO_SHOT, BROADCAST, GATHER = "one-shot", "two-shot", "broadcast", "gather"
-KINDS = (ONE_SHOT, TWO_SHOT, BROADCAST, GATHER)
+GATHER_TO_ALL = "gather to all"
+USER_BUFFERS = "user buffers"
+"""A sum of what lies in user buffers, and the gathering of its rows."""
+KINDS = (ONE_SHOT, TWO_SHOT, BROADCAST, GATHER, USER_BUFFERS)
+USER_BUFFER = 2
+"""Behind the slots 0 and 1."""
+PLACES = 3
 BUGS = {
     "no wait before a slot is filled": "fill",
     "one slot instead of two": "slots",
     "the counter is raised before the slot is full": "raise",
     "no wait before slots are read": "read",
     "a part is added up without a second raise": "second raise",
+    "user buffers are filled again before all have read": "gather rows",
 }
 """Each a part of the protocol that is left out."""
 
@@ -53,7 +60,7 @@ class State:
     """The next access of each rank."""
     counters: tuple[int, ...]
     slots: tuple[tuple[tuple[int, str], ...], ...]
-    """Of each rank's two slots the parts, with the exchange that they are from."""
+    """Of each rank's slots and its user buffer the parts, with the exchange that they are from."""
 
 
 class Program:
@@ -67,6 +74,9 @@ class Program:
 
     def add(self, kind: str) -> None:
         """Append the accesses of an exchange."""
+        if kind == USER_BUFFERS:
+            self._add_up_user_buffers()
+            return
         rank, count = self._rank, self._count
         self._exchange += 1
         slot = 0 if self._without == "slots" else self._exchange % 2
@@ -84,7 +94,7 @@ class Program:
         else:
             self.accesses.append(Access("raise", count=count + 1))
         self._count = count = count + 1
-        if kind == ONE_SHOT or (kind == GATHER and rank == 0):
+        if kind in (ONE_SHOT, GATHER_TO_ALL) or (kind == GATHER and rank == 0):
             self._read_all(slot, count, -1, data)
         elif kind == BROADCAST and rank != 0:
             self._read(slot, 0, (0,), -1, data)
@@ -96,6 +106,19 @@ class Program:
                 self.accesses.append(Access("raise", count=count))
             for other in self._all:
                 self._read(slot, other, (other,), other, total)
+
+    def _add_up_user_buffers(self) -> None:
+        self._exchange += 1
+        data = (self._exchange, "data")
+        self._count += 1
+        self.accesses += [
+            Access("fill", USER_BUFFER),
+            Access("full", USER_BUFFER, wanted=data),
+            Access("raise", count=self._count),
+        ]
+        self._read_all(USER_BUFFER, self._count, -1, data)
+        if self._without != "gather rows":
+            self.add(GATHER_TO_ALL)
 
     def _read_all(self, slot: int, count: int, part: int, wanted: tuple[int, str]) -> None:
         """Wait for all, then read from each."""
@@ -124,7 +147,7 @@ def num_states(ranks: int, kinds: tuple[str, ...], without: str = "") -> int:
             program.add(kind)
         programs.append(tuple(program.accesses))
     empty = ((0, "") for _ in range(ranks))
-    slots = (tuple(empty),) * (2 * ranks)
+    slots = (tuple(empty),) * (PLACES * ranks)
     first = State((0,) * ranks, (0,) * ranks, slots)
     seen, waiting = {first}, [first]
     while waiting:
@@ -155,9 +178,9 @@ def successors(state: State, programs: list[tuple[Access, ...]]) -> Iterator[Sta
 def after(state: State, rank: int, access: Access) -> State:
     places, counters, slots = list(state.places), list(state.counters), list(state.slots)
     places[rank] += 1
-    own = 2 * rank + access.slot
+    own = PLACES * rank + access.slot
     if access.what == "read":
-        found = slots[2 * access.ranks[0] + access.slot]
+        found = slots[PLACES * access.ranks[0] + access.slot]
         parts = found if access.part < 0 else found[access.part : access.part + 1]
         if any(part != access.wanted for part in parts):
             raise WrongError(f"rank {rank} reads {parts}, wanted {access.wanted}: {state.places}")

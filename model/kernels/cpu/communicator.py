@@ -4,6 +4,8 @@ several times as long, because each wakes a thread on both sides."""
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from model.kernels.cpu.native import native_function, native_library
 
 SLOT_BYTES = 1 << 20
 """What a rank puts out at once; more goes in parts."""
+BUFFER_BYTES = 64 << 20
+"""The largest tensor that a user buffer holds. Only what is written takes memory."""
 _DONE = -1
 
 
@@ -23,16 +27,22 @@ class _Place(ctypes.Structure):
         ("rank", ctypes.c_int64),
         ("ranks", ctypes.c_int64),
         ("slot_bytes", ctypes.c_int64),
+        ("buffer_bytes", ctypes.c_int64),
         ("timeout_s", ctypes.c_double),
         ("exchange", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
+        ("copied_sums", ctypes.c_uint64),
     ]
 
 
-def memory_bytes(num_ranks: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Return how much memory the ranks share: a counter each, and two slots. Needs the kernels."""
+def memory_bytes(
+    num_ranks: int, slot_bytes: int = SLOT_BYTES, buffer_bytes: int = BUFFER_BYTES
+) -> int:
+    """Return how much memory the ranks share: a counter, two slots and a user buffer each. Needs
+    the kernels."""
     library: Any = native_library()
-    num_bytes: int = library.communicator_bytes(*map(ctypes.c_int64, (num_ranks, slot_bytes)))
+    sizes = map(ctypes.c_int64, (num_ranks, slot_bytes, buffer_bytes))
+    num_bytes: int = library.communicator_bytes(*sizes)
     return num_bytes
 
 
@@ -51,14 +61,18 @@ class ShmCommunicator:
         num_ranks: int,
         timeout_s: float,
         slot_bytes: int = SLOT_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """memory: `memory_bytes` of zeros, the same of all ranks. slot_bytes: a multiple of 64."""
+        """memory: `memory_bytes` of zeros, the same of all ranks. slot_bytes, buffer_bytes:
+        multiples of 64."""
         self._library: Any = native_library()
         assert self._library is not None, "communicator: wanted the C++ kernels, found none"
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         pointer = self._memory.data_ptr()
-        self._place = _Place(pointer, rank, num_ranks, slot_bytes, timeout_s, 0, 0)
+        self._place = _Place(pointer, rank, num_ranks, slot_bytes, buffer_bytes, timeout_s)
         self._at = ctypes.byref(self._place)
+        first = memory_bytes(num_ranks, slot_bytes, 0) + rank * buffer_bytes
+        self._buffer = self._memory[first : first + buffer_bytes]
 
     def all_reduce(self, x: torch.Tensor) -> bool:
         """Overwrite `x` with the ranks' sum, which is added in float32 and in the ranks' order."""
@@ -75,6 +89,40 @@ class ShmCommunicator:
             return False
         self._check("reduce_scatter", add(self._at, x.data_ptr(), out.data_ptr(), out.numel()))
         return True
+
+    def user_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory of this rank that `sum_rows` reads in place, always the same; None: it has
+        no room for such a tensor. It may be written again once a sum has been gathered."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._buffer) or native_function("communicator_sum_rows", dtype) is None:
+            return None
+        return self._buffer[:size].view(dtype).view(*shape)
+
+    def sum_rows(self, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Fill `out` with this rank's `rows_of` of the ranks' sum of `x` [T, ...]. `gather_rows`
+        must follow."""
+        add = native_function("communicator_sum_rows", x.dtype)
+        if add is None or not x.is_contiguous():
+            return False
+        part = rows_of(0, self._place.ranks, len(x)).stop * x[0].numel()
+        self._check("sum_rows", add(self._at, x.data_ptr(), out.data_ptr(), x.numel(), part))
+        return True
+
+    def gather_rows(self, x: torch.Tensor) -> bool:
+        """Fill `x` [T, ...] with each rank's `rows_of` it."""
+        if not x.is_contiguous():
+            return False
+        part = rows_of(0, self._place.ranks, len(x)).stop * _size(x[0]).value
+        found = self._library.communicator_gather_rows(
+            self._at, _pointer(x), _size(x), ctypes.c_int64(part)
+        )
+        self._check("gather_rows", found)
+        return True
+
+    @property
+    def num_copied_sums(self) -> int:
+        """How many calls of `sum_rows` had to copy, as what they were given was no user buffer."""
+        return int(self._place.copied_sums)
 
     def broadcast(self, x: torch.Tensor) -> bool:
         """Overwrite `x` with rank 0's."""
@@ -101,6 +149,12 @@ class ShmCommunicator:
                 f"wanted all {place.ranks} ranks in {place.timeout_s:g} s, found no rank {missing}"
             )
             raise RuntimeError(f"{name} over shared memory timed out: {wanted}")
+
+
+def rows_of(rank: int, num_ranks: int, num_rows: int) -> slice:
+    """Return a rank's part of so many rows; the last ranks' may be short, or empty."""
+    part = -(-num_rows // num_ranks)
+    return slice(min(rank * part, num_rows), min((rank + 1) * part, num_rows))
 
 
 def can_share() -> bool:

@@ -49,6 +49,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
     "communicator_sum": ([_POINTER] * 2 + [_SIZE], ctypes.c_int64),
     "communicator_sum_part": ([_POINTER] * 3 + [_SIZE], ctypes.c_int64),
+    "communicator_sum_rows": ([_POINTER] * 3 + [_SIZE] * 2, ctypes.c_int64),
 }
 """Of the kernels that `run` does not call: a step knows most sizes of the first one beforehand."""
 _KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
@@ -74,7 +75,7 @@ def native_library() -> ctypes.CDLL | None:
         logger.warning("C++ kernels are off, torch functions stand in: %s", message)
         return None
     library.packed_linear_takes.restype = ctypes.c_bool
-    for name in ("bytes", "broadcast", "gather"):
+    for name in ("bytes", "broadcast", "gather", "gather_rows"):
         getattr(library, f"communicator_{name}").restype = ctypes.c_int64
     return library
 

@@ -205,12 +205,19 @@ def _packed_linear(
     x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     """Multiply x [T, I] with the weight of `handle`. Returns [T, O]."""
+    return packed_linear_into(None, x, handle, bias)
+
+
+def packed_linear_into(
+    out: torch.Tensor | None, x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what `packed_linear` does, in `out` [T, O] if that is given."""
     entry = _entry(handle)
     if x.shape[0] <= entry.kernel_rows:
-        return _product(x, entry, bias)
+        return _product(x, entry, bias, out)
     # What oneDNN packed has no address: a graph's call holds the handle.
     product: torch.Tensor = _opaque_product(x, handle, bias)
-    return product
+    return product if out is None else out.copy_(product)
 
 
 @boundary
@@ -226,7 +233,9 @@ def packed_products(handles: torch.Tensor) -> Products:
     return lambda rows, expert: _product(rows, entries[expert], None)
 
 
-def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     kernel = None
     if x.shape[0] <= entry.kernel_rows:
         kernel = native_function("packed_linear", x.dtype)
@@ -234,10 +243,11 @@ def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, entry.packed, bias, "none", [], ""
         )
-        return product
+        return product if out is None else out.copy_(product)
     assert entry.tiles is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out = x.new_empty(x.shape[0], entry.out_features)
+    if out is None:
+        out = x.new_empty(x.shape[0], entry.out_features)
     bias_pointer = None if bias is None else bias.data_ptr()
     pointers = (x.data_ptr(), entry.tiles.data_ptr(), bias_pointer, out.data_ptr())
     sizes = (entry.sizes, x.shape[0], x.stride(0), torch.get_num_threads())

@@ -27,6 +27,7 @@ from compile.config import CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError
 from model.kernels import cpu
+from model.parallel import communicator_of
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = Row("six heads", "run down", level=3, mode=CUDAGraphMode.NONE)
@@ -111,6 +112,37 @@ def test_two_ranks_sum_and_norm_in_one_op_without_a_compiler(
     assert sources.count("lockstep.all_reduce_add_rms_norm.default(") == 4
     assert sources.count("lockstep.all_reduce.default(") == 1
     assert "auto_functionalized" not in sources and "clone" not in sources
+
+
+@pytest.mark.feature("O05")
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_ranks_add_up_where_their_products_were_written(
+    make_oracle: Callable[[str], Any], tmp_path: Path, mode: CUDAGraphMode
+) -> None:
+    """No sum begins with a copy, and of the two sums of a layer the first leaves each rank with its
+    rows of the residual."""
+    oracle, prompt = make_oracle("llama3 rope"), [1, 2, 3]
+    row = replace(ROW, tp=2, mode=mode)
+    options = {"use_inductor": False, "enable_userbuffers": True}
+    with started(oracle, row, str(tmp_path), **options) as leader:
+        messages = [Request(prompt, 6 + i).message(i) for i in range(3)]
+        outputs = run(leader.engine, messages)
+        paths = filter(zipfile.is_zipfile, tmp_path.rglob("artifacts/*"))
+        sources = "".join(unpack(path.read_bytes())[OUTPUT_CODE].decode() for path in paths)
+        near = communicator_of(leader.runner.shard.group_name)
+        assert near is not None and near.num_copied_sums == 0
+    for i in range(3):
+        oracle.check_greedy(prompt, tokens_of(outputs[str(i)]))
+    sums, products, finals = (
+        sources.count(f"lockstep.{op}.default(")
+        for op in (
+            "user_buffers_all_reduce_add_rms_norm",
+            "packed_linear_to_user_buffers",
+            "user_buffers_finalize",
+        )
+    )
+    assert sums == products == 4 * finals > 0
+    assert "copy_to_user_buffers" not in sources
 
 
 WRITTEN = """

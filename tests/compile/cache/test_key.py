@@ -38,6 +38,7 @@ CHANGES_CODE: dict[str, Any] = {
     "evaluate_guards": True,
     "passes": (),
     "max_num_streams": 2,
+    "enable_userbuffers": True,
 }
 CHANGES_NO_CODE: dict[str, Any] = {
     "compiler": "inductor_standalone",

@@ -14,18 +14,20 @@ import pytest
 import torch
 from hypothesis import given
 
-from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes
+from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes, rows_of
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="needs a C++ compiler, found none")
 SLOT_BYTES = 40960
 """Of more than two ranks, sums of that many bytes take two shots."""
+BUFFER_BYTES = 1 << 20
 
 
 def run(num_ranks: int, work: Callable[[ShmCommunicator, int], Any], timeout_s: float = 60) -> Any:
     """Do the work of each rank on a thread of its own; return the results."""
-    memory = memoryview(bytearray(memory_bytes(num_ranks, SLOT_BYTES)))
+    sizes = (SLOT_BYTES, BUFFER_BYTES)
+    memory = memoryview(bytearray(memory_bytes(num_ranks, *sizes)))
     ends = [
-        ShmCommunicator(memory, rank, num_ranks, timeout_s, SLOT_BYTES) for rank in range(num_ranks)
+        ShmCommunicator(memory, rank, num_ranks, timeout_s, *sizes) for rank in range(num_ranks)
     ]
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(work, ends, range(num_ranks)))
@@ -86,6 +88,50 @@ def test_all_ranks_get_what_the_others_gave(num_ranks: int, steps: Steps, seed: 
             "all_gather": [torch.stack(gave)] * num_ranks,
         }[kind]
         assert all(map(torch.equal, found, wanted))
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from([1, 2, 3, 5, 8, 97, 600]),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(st.sampled_from([2, 3, 4]), ROWS, st.integers(0, 1000))
+def test_each_rank_adds_up_its_rows_and_gets_the_others(
+    num_ranks: int, steps: list[tuple[int, torch.dtype, bool]], seed: int
+) -> None:
+    """What lies in the user buffer is not copied, and what is too large for it is."""
+
+    def work(end: ShmCommunicator, rank: int) -> list[torch.Tensor]:
+        moments, found, num_copied = random.Random(seed + rank), [], 0
+        for step, (rows, dtype, is_in_buffer) in enumerate(steps):
+            x = given_to(rank, step, rows * 768, dtype).view(rows, 768)
+            buffer = end.user_buffer(x.shape, dtype) if is_in_buffer else None
+            assert (buffer is not None) == (is_in_buffer and x.nbytes <= BUFFER_BYTES)
+            num_copied += buffer is None
+            x = x if buffer is None else buffer.copy_(x)
+            out = x.new_zeros(rows, 768)
+            own = rows_of(rank, num_ranks, rows)
+            part = x.new_empty(out[own].shape)
+            assert end.sum_rows(x, part)
+            out[own] = part
+            if moments.random() < 0.3:
+                time.sleep(moments.random() / 1000)
+            assert end.gather_rows(out)
+            found.append(out)
+        assert end.num_copied_sums == num_copied
+        return found
+
+    results = run(num_ranks, work)
+    for step, (rows, dtype, _) in enumerate(steps):
+        total = sum(given_to(rank, step, rows * 768, dtype).float() for rank in range(num_ranks))
+        assert isinstance(total, torch.Tensor)
+        assert all(torch.equal(found[step], total.to(dtype).view(rows, 768)) for found in results)
 
 
 def test_what_it_does_not_serve_it_leaves_alone() -> None:

@@ -1,9 +1,16 @@
 // Collectives of ranks that share memory on one node: sums, gathers and a broadcast.
 //
+// The memory holds a counter of each rank, two slots of each, and a user buffer of each.
+//
 // Each rank has two slots for its data, which take turns, and a counter. It raises the counter when
 // its part of an exchange lies in its slot, or if it has none. A slot is filled again two exchanges
 // later, once all counters stand where the exchange between has left them: who has raised its
 // counter there has read all that it wanted of the exchange before. So nobody waits for readers.
+//
+// A user buffer is written by whoever computes what is to be added up. An exchange of all, such as
+// `communicator_gather_rows`, lies between two sums from it: who has come back from that knows that
+// the others have read, and may write again.
+//
 // `tests/simulation/communicator_model.py` checks it in every order of 2 and of 4 ranks.
 
 #include <sched.h>
@@ -24,9 +31,9 @@ constexpr timespec MOMENT{0, 50000};
 // Mirrored in `communicator.py`.
 struct Place {
   char* memory;
-  int64_t rank, ranks, slot_bytes;
+  int64_t rank, ranks, slot_bytes, buffer_bytes;
   double timeout_s;
-  uint64_t exchange, count;
+  uint64_t exchange, count, copied_sums;
 };
 
 std::atomic<uint64_t>& counter(const Place& at, int64_t rank) {
@@ -40,6 +47,24 @@ char* slot(const Place& at, int64_t rank) {
   const int64_t index = 2 * rank + (int64_t)(at.exchange & 1);
   return at.memory + first_slot(at.ranks) + index * at.slot_bytes;
 }
+
+int64_t first_buffer(int64_t ranks, int64_t slot_bytes) {
+  return first_slot(ranks) + 2 * ranks * slot_bytes;
+}
+
+char* buffer(const Place& at, int64_t rank) {
+  return at.memory + first_buffer(at.ranks, at.slot_bytes) + rank * at.buffer_bytes;
+}
+
+// Where the data of rank 0 lie, and how far behind those of a rank those of the next.
+struct Parts {
+  const char* first;
+  int64_t step;
+};
+
+Parts slots(const Place& at) { return {slot(at, 0), 2 * at.slot_bytes}; }
+
+Parts buffers(const Place& at) { return {buffer(at, 0), at.buffer_bytes}; }
 
 double now_s() {
   timespec t;
@@ -85,12 +110,12 @@ void raise_counter(Place& at) { counter(at, at.rank).store(++at.count, std::memo
 
 // out: the ranks' sum of n elements from `first` on, added in the order of the ranks.
 template <class T>
-void add_up(const Place& at, T* out, int64_t first, int64_t n) {
+void add_up(const Place& at, Parts parts, T* out, int64_t first, int64_t n) {
   float sum[BLOCK];
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
     const int64_t size = std::min(BLOCK, n - begin);
     for (int64_t rank = 0; rank < at.ranks; rank++) {
-      const T* x = (const T*)slot(at, rank) + first + begin;
+      const T* x = (const T*)(parts.first + rank * parts.step) + first + begin;
 #pragma omp simd
       for (int64_t i = 0; i < size; i++) sum[i] = (rank ? sum[i] : 0.0f) + to_float(x[i]);
     }
@@ -111,13 +136,13 @@ int64_t sum_slot(Place& at, T* x, int64_t n) {
   raise_counter(at);
   if ((missing = wait_for_all(at)) != DONE) return missing;
   if (at.ranks == 2 || n * (int64_t)sizeof(T) < TWO_SHOT_BYTES) {
-    add_up(at, x, 0, n);
+    add_up(at, slots(at), x, 0, n);
     return DONE;
   }
   const int64_t part = (n + at.ranks - 1) / at.ranks;
   const auto first = [&](int64_t rank) { return std::min(n, rank * part); };
   const auto size = [&](int64_t rank) { return first(rank + 1) - first(rank); };
-  add_up(at, own + first(at.rank), first(at.rank), size(at.rank));
+  add_up(at, slots(at), own + first(at.rank), first(at.rank), size(at.rank));
   raise_counter(at);
   for (int64_t rank = 0; rank < at.ranks; rank++) {
     if (!wait_for(at, rank)) return rank;
@@ -147,16 +172,51 @@ int64_t sum_part(Place& at, const T* x, T* out, int64_t n) {
       memcpy((T*)slot(at, at.rank) + rank * size, x + rank * n + i, size * sizeof(T));
     raise_counter(at);
     if ((missing = wait_for_all(at)) != DONE) return missing;
-    add_up(at, out + i, at.rank * size, size);
+    add_up(at, slots(at), out + i, at.rank * size, size);
+  }
+  return DONE;
+}
+
+struct Range {
+  int64_t begin, end;
+};
+
+// What of n is a rank's, if each but the last has `part`; the last ones' may be short, or empty.
+Range share(int64_t rank, int64_t n, int64_t part) {
+  return {std::min(n, rank * part), std::min(n, (rank + 1) * part)};
+}
+
+template <class T>
+int64_t sum_rows(Place& at, const T* x, T* out, int64_t n, int64_t part) {
+  const Range own = share(at.rank, n, part);
+  int64_t missing = DONE;
+  if ((const char*)x == buffer(at, at.rank)) {
+    at.exchange++;
+    raise_counter(at);
+    if ((missing = wait_for_all(at)) != DONE) return missing;
+    add_up(at, buffers(at), out, own.begin, own.end - own.begin);
+    return DONE;
+  }
+  at.copied_sums++;
+  const int64_t most = at.slot_bytes / (int64_t)sizeof(T);
+  for (int64_t i = 0; i < n; i += most) {
+    const int64_t size = std::min(most, n - i);
+    if ((missing = wait_for_all(at)) != DONE) return missing;
+    at.exchange++;
+    memcpy(slot(at, at.rank), x + i, size * sizeof(T));
+    raise_counter(at);
+    if ((missing = wait_for_all(at)) != DONE) return missing;
+    const int64_t begin = std::max(own.begin, i), end = std::min(own.end, i + size);
+    if (begin < end) add_up(at, slots(at), out + begin - own.begin, begin - i, end - begin);
   }
   return DONE;
 }
 
 }  // namespace
 
-// How much memory so many ranks share.
-extern "C" int64_t communicator_bytes(int64_t ranks, int64_t slot_bytes) {
-  return first_slot(ranks) + 2 * ranks * slot_bytes;
+// How much memory so many ranks share, and how much of that lies before their user buffers.
+extern "C" int64_t communicator_bytes(int64_t ranks, int64_t slot_bytes, int64_t buffer_bytes) {
+  return first_buffer(ranks, slot_bytes) + ranks * buffer_bytes;
 }
 
 // Of the functions below all ranks call the same, with equal sizes. They return -1, or the rank that
@@ -164,12 +224,18 @@ extern "C" int64_t communicator_bytes(int64_t ranks, int64_t slot_bytes) {
 //
 // sum: the n elements of x become the ranks' sum.
 // sum_part: out becomes this rank's n elements of the ranks' sum of x, which has n for each rank.
+// sum_rows: out becomes this rank's part of the ranks' sum of x, which has n elements, `part` for
+// each rank but the last. If x is the user buffer, it is read there; all ranks' are, or none's.
 #define SUMS(name, T)                                                                         \
   extern "C" int64_t communicator_sum_##name(Place* at, T* x, int64_t n) {                    \
     return sum(*at, x, n);                                                                    \
   }                                                                                           \
   extern "C" int64_t communicator_sum_part_##name(Place* at, const T* x, T* out, int64_t n) { \
     return sum_part(*at, x, out, n);                                                          \
+  }                                                                                           \
+  extern "C" int64_t communicator_sum_rows_##name(Place* at, const T* x, T* out, int64_t n,   \
+                                                  int64_t part) {                             \
+    return sum_rows(*at, x, out, n, part);                                                    \
   }
 
 SUMS(float32, float)
@@ -208,6 +274,30 @@ extern "C" int64_t communicator_gather(Place* at, const char* x, char* parts, in
       if (!wait_for(*at, rank)) return rank;
       memcpy(parts + rank * num_bytes + i, slot(*at, rank), size);
     }
+  }
+  return DONE;
+}
+
+// x: num_bytes, `part` of each rank but the last, which the others get from there.
+extern "C" int64_t communicator_gather_rows(Place* at, char* x, int64_t num_bytes, int64_t part) {
+  for (int64_t i = 0; i < part; i += at->slot_bytes) {
+    int64_t missing = wait_for_all(*at);
+    if (missing != DONE) return missing;
+    at->exchange++;
+    const auto stretch = [&](int64_t rank) {
+      const auto [begin, end] = share(rank, num_bytes, part);
+      return Range{std::min(begin + i, end), std::min(begin + i + at->slot_bytes, end)};
+    };
+    const Range own = stretch(at->rank);
+    memcpy(slot(*at, at->rank), x + own.begin, own.end - own.begin);
+    raise_counter(*at);
+    // Of those without a part too: they have then read the user buffers.
+    if ((missing = wait_for_all(*at)) != DONE) return missing;
+    for (int64_t rank = 0; rank < at->ranks; rank++)
+      if (rank != at->rank) {
+        const Range theirs = stretch(rank);
+        memcpy(x + theirs.begin, slot(*at, rank), theirs.end - theirs.begin);
+      }
   }
   return DONE;
 }
