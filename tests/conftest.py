@@ -11,6 +11,9 @@ import os
 import shutil
 import tempfile
 
+# Each of a run's hundreds of processes would otherwise compile every module from its source.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if "LOCKSTEP_CACHE_ROOT" not in os.environ:
     # What is compiled is compiled once a run, and nothing is found that an earlier run left.
     os.environ["LOCKSTEP_CACHE_ROOT"] = tempfile.mkdtemp(prefix="lockstep-tests-")
@@ -51,6 +54,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+sys.dont_write_bytecode = False
 pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).resolve().parent

@@ -86,8 +86,9 @@ def test_inductor_compiles_what_a_gpu_traces(
 
 
 @pytest.mark.feature("O06")
-@pytest.mark.parametrize("use_inductor", [True, False], ids=["inductor", "no compiler"])
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+@pytest.mark.parametrize(
+    ("family", "use_inductor"), [("Llama", True), ("Llama", False), ("Mixtral", False)]
+)
 def test_two_gpus_sum_and_norm_in_one_op(
     family: str, use_inductor: bool, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
 ) -> None:

@@ -119,7 +119,7 @@ def compiled() -> Iterator[Any]:
         for shape in COMPILED if (level, mode) in OF_EVERY_FAMILY else COMPILED[:1]:
             row = Row(shape, "run down", level=level, mode=mode)
             yield case(row, features, shape in SLOW_COMPILED)
-    yield case(Row("qwen2 tied", "at random", level=3, mode=BOTH))
+    yield case(Row("qwen2 tied", "at random", level=3, mode=BOTH), is_slow=True)
 
 
 def tensor_parallel() -> Iterator[Any]:

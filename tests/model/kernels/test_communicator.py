@@ -16,10 +16,16 @@ from hypothesis import given
 
 from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes, rows_of
 
-pytestmark = pytest.mark.skipif(not can_share(), reason="needs a C++ compiler, found none")
 SLOT_BYTES = 40960
 """Of more than two ranks, sums of that many bytes take two shots."""
 BUFFER_BYTES = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    """Builds them here, not when tests are collected."""
+    if not can_share():
+        pytest.skip("needs a C++ compiler, found none")
 
 
 def run(num_ranks: int, work: Callable[[ShmCommunicator, int], Any], timeout_s: float = 60) -> Any:
