@@ -9,6 +9,7 @@ import logging
 import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import fx
+from torch.distributed import HashStore, ProcessGroupGloo
 
 import model.user_buffers  # noqa: F401  (registers its ops)
 from compile.config import CompilationConfig
@@ -131,6 +133,19 @@ def test_a_graph_gives_the_same_wherever_it_adds_up(
         found = list(threads.map(lambda rank: work(rank, moved=True), range(2)))
     for own, other in zip(wanted, found, strict=True):
         assert all(map(torch.equal, own, other))
+
+
+def test_ranks_that_share_no_memory_add_up_as_usual() -> None:
+    group = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
+    name = parallel.register_group("user-alone", group)
+    given_to = [torch.randn(3, WIDTH), torch.randn(3, WIDTH), torch.randn(WIDTH, WIDTH)]
+    given_to.append(torch.randn(WIDTH))
+    found = []
+    for is_moved in (False, True):
+        graph = graph_of(["product", "other", "product read"], name)
+        assert not is_moved or use_user_buffers(graph) == 3
+        found.append(fx.GraphModule(torch.nn.Module(), graph)(*given_to))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(
