@@ -21,6 +21,7 @@ from compile.errors import FieldError
 from model.families import FAMILIES
 from model.fields import Source, convert, says, words_for
 from model.files import read_json, refused
+from model.quantization import Quantization, read_quantization
 from model.rope import (
     LARGEST,
     DynamicRope,
@@ -78,7 +79,7 @@ class _File(_Kept, frozen=True, kw_only=True):
     eos_token_id: _EndTokens
     dtype: CheckpointDtype | None = None
     torch_dtype: CheckpointDtype | None = None
-    quantization_config: Annotated[None, says("none (not built yet)")] = None
+    quantization_config: Annotated[dict[str, Any] | None, says("an object or null")] = None
     # Rotary positions.
     rope_theta: Positive
     rope_parameters: _Parameters = None
@@ -135,7 +136,9 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
     """Each layer's sliding window: a token attends to so many, itself the last; None: to all."""
     experts: Experts | None
     dtype: CheckpointDtype
-    """Of the tensors in the checkpoint."""
+    """Of the plain tensors in the checkpoint."""
+    quantization: Quantization | None
+    """How linear weights are stored; None where they are plain tensors too."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence; empty where the checkpoint names none."""
 
@@ -204,6 +207,7 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
                 raise FieldError("num_key_value_heads", divisor, num_kv_heads)
             head_dim = _head_dim(file, defaults)
             eos = file.eos_token_id if eos_token_id is None else eos_token_id
+            quantized = file.quantization_config
             return cls(
                 **{name: getattr(file, name) for name in _Kept.__struct_fields__},
                 architecture=architecture,
@@ -213,6 +217,7 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
                 layer_windows=_layer_windows(file, defaults, values.get("layer_types")),
                 experts=_experts(file, given) if "num_experts" in defaults else None,
                 dtype=file.dtype or file.torch_dtype or "float32",
+                quantization=None if quantized is None else read_quantization(quantized),
                 eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
             )
 

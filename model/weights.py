@@ -1,6 +1,7 @@
 """Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
-The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
-before the first byte of weights is read. What was read must be finite on its device."""
+The model says which weights it wants and where they go (`WeightSlice`), `model.quantization` which
+tensors a quantized one is stored as, and everything is compared before the first byte of weights is
+read. What was read must be finite on its device."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +25,60 @@ from model.files import check_file, read_json, refused
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
+from model.quantization import Cut, Quantization, Stored, plain_tensor, stored_tensors, values_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 COMPARED_ROWS = 8192
-# Others, such as float8, mean nothing without scales that no layer here knows.
-READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALVES = ("F16", "BF16")
 log = logging.getLogger("lockstep.model")
 ALONE = Shard()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a piece is read: the tensors that it is stored as, each with its file."""
+
+    piece: WeightSlice
+    stored: tuple[Stored, ...]
+    paths: tuple[Path, ...]
+    quantization: Quantization | None
+    """None for a plain tensor."""
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.piece.dim, self.piece.start, self.piece.stop)
 
 
 @torch.no_grad()
 def load_weights(
     model: CausalLM, checkpoint_dir: Path | str, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Fill the parameters of `model`; `progress` is called with (tensors done, tensors in all). A
+    """Fill the parameters of `model`; `progress` is called with (weights done, weights in all). A
     FieldError names the file and the tensor that is missing, unknown, broken, of another shape or
-    not finite; the parameters' values mean nothing then."""
+    not finite, or that this rank's part would split; the parameters' values mean nothing then."""
     directory = Path(checkpoint_dir)
     files = _tensor_files(directory)
     wanted = {piece.name: piece for piece in model.weight_slices(files.keys())}
     missing = Counter(piece.home for piece in wanted.values())
-    by_file = _plan(wanted, files, model, directory)
+    sources = [
+        _source(piece, model.config.quantization, files, directory) for piece in wanted.values()
+    ]
+    by_file = _plan(sources, files, model)
     report = progress or (lambda _done, _total: None)
     report(0, len(wanted))
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in by_file}
         read, extremes = [], []
         # The largest parameters first: one that is packed is there twice for a while.
-        pieces = [(piece, path) for path, pieces in by_file.items() for piece in pieces]
-        pieces.sort(key=lambda entry: -entry[0].layer.get_parameter(entry[0].parameter).nbytes)
-        for done, (piece, path) in enumerate(pieces, 1):
+        sources.sort(key=lambda source: -source.piece.home_bytes)
+        for done, source in enumerate(sources, 1):
+            piece = source.piece
             target = piece.target()
             if piece.start < piece.stop:
-                target.copy_(_values(piece, opened[path], path))
-                read.append((piece, path))
+                target.copy_(_values(source, opened))
+                read.append(source)
                 extremes.append(torch.stack(target.aminmax()))
             missing[piece.home] -= 1
             if not missing[piece.home]:
@@ -67,9 +86,9 @@ def load_weights(
             report(done, len(wanted))
         # All at once: a GPU is waited for here alone.
         is_finite = torch.stack(extremes).isfinite().all(1).tolist()
-        for (piece, path), is_good in zip(read, is_finite, strict=True):
+        for source, is_good in zip(read, is_finite, strict=True):
             if not is_good:
-                raise _not_finite(piece, _values(piece, opened[path], path), path)
+                raise _not_finite(source, opened)
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
@@ -92,31 +111,60 @@ def has_own_head(checkpoint_dir: Path) -> bool:
         return any(not torch.equal(head[p].float(), embeddings[p].float()) for p in parts)
 
 
+def _source(
+    piece: WeightSlice, quantization: Quantization | None, files: dict[str, Path], directory: Path
+) -> _Source:
+    stored = plain_tensor(piece.name, piece.shape)
+    is_linear = piece.layer.is_quantizable and piece.parameter == "weight"
+    if not is_linear or (quantization and quantization.is_plain(_module(piece.name))):
+        quantization = None
+    if quantization:
+        cut = Cut(piece.dim, piece.start, piece.stop)
+        try:
+            stored = stored_tensors(quantization, piece.name, piece.shape, cut)
+        except FieldError as error:
+            raise refused(error.field, error.wanted, error.found, directory) from error
+    for tensor in stored:
+        if tensor.name not in files:
+            raise refused(f"tensor {tensor.name}", "in the checkpoint", Words("none"), directory)
+    paths = tuple(files[tensor.name] for tensor in stored)
+    return _Source(piece, stored, paths, quantization)
+
+
+def _module(tensor_name: str) -> str:
+    return tensor_name.rpartition(".")[0]
+
+
 def _plan(
-    wanted: dict[str, WeightSlice], files: dict[str, Path], model: CausalLM, directory: Path
-) -> dict[Path, list[WeightSlice]]:
+    sources: list[_Source], files: dict[str, Path], model: CausalLM
+) -> dict[Path, list[Stored]]:
     """Return what to read from which file, after comparing names, shapes and dtypes."""
-    by_file: dict[Path, list[WeightSlice]] = {path: [] for path in files.values()}
-    for name, piece in wanted.items():
-        if name not in files:
-            raise refused(f"tensor {name}", "in the checkpoint", Words("none"), directory)
-        by_file[files[name]].append(piece)
-    halves: dict[str, str] = {}
-    for path, pieces in by_file.items():
+    by_file: dict[Path, list[Stored]] = {path: [] for path in files.values()}
+    wanted, unused = set(), set()
+    for source in sources:
+        for tensor, path in zip(source.stored, source.paths, strict=True):
+            by_file[path].append(tensor)
+            wanted.add(tensor.name)
+        if source.quantization:
+            module = _module(source.piece.name)
+            unused |= {f"{module}.{part}" for part in source.quantization.unused}
+    # Scales of one 16-bit type may stand beside plain tensors of the other.
+    halves: dict[bool, dict[str, str]] = {True: {}, False: {}}
+    for path, tensors in by_file.items():
         listed = {name for name, file in files.items() if file == path}
         with _opened(path) as file:
             present = set(file.keys())
             for name in sorted(present | listed):
                 field = f"tensor {name}"
-                if model.is_ignored(name):
+                if model.is_ignored(name) or name in unused:
                     continue
                 if name not in wanted:
                     family = model.config.architecture
                     raise refused(field, f"only tensors of {family}", Words("it"), path)
                 if name not in listed:
                     raise refused(field, "only where the index says", Words("another"), path)
-            for piece in pieces:
-                _check(piece, file, present, path, halves)
+            for tensor in tensors:
+                _check(tensor, file, present, path, halves[not tensor.part.name])
     return by_file
 
 
@@ -154,44 +202,62 @@ def _broken(path: Path, error: Exception) -> FieldError:
 
 
 def _check(
-    piece: WeightSlice, file: Any, present: set[str], path: Path, halves: dict[str, str]
+    stored: Stored, file: Any, present: set[str], path: Path, halves: dict[str, str]
 ) -> None:
     """Refuse a tensor that is not as the model wants it. `halves` has a tensor of each 16-bit type
     so far. Only one may occur: read as the other one, numbers are wrong but finite."""
-    field = f"tensor {piece.name}"
-    if piece.name not in present:
+    field = f"tensor {stored.name}"
+    if stored.name not in present:
         raise refused(field, "where the index says", Words("none"), path)
-    tensor = file.get_slice(piece.name)
+    tensor = file.get_slice(stored.name)
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    if shape != piece.shape:
-        raise refused(field, f"shape {piece.shape}", shape, path)
-    if dtype not in READABLE_DTYPES:
-        raise refused(field, f"one of {', '.join(READABLE_DTYPES)}", dtype, path)
+    if shape != stored.shape:
+        raise refused(field, f"shape {stored.shape}", shape, path)
+    if dtype not in stored.part.dtypes:
+        *others, last = stored.part.dtypes
+        wanted = f"one of {', '.join(stored.part.dtypes)}" if others else last
+        raise refused(field, wanted, dtype, path)
     if dtype in _HALVES:
-        halves.setdefault(dtype, piece.name)
+        halves.setdefault(dtype, stored.name)
     if len(halves) > 1:
         other = next(kind for kind in halves if kind != dtype)
         raise refused(field, f"{other} as tensor {halves[other]}", dtype, path)
 
 
-def _values(piece: WeightSlice, file: Any, path: Path) -> torch.Tensor:
-    part = slice(piece.start, piece.stop)
+def _parts(source: _Source, opened: dict[Path, Any]) -> Iterator[tuple[Stored, Path, torch.Tensor]]:
+    for stored, path in zip(source.stored, source.paths, strict=True):
+        try:
+            tensor = opened[path].get_slice(stored.name)[stored.where(source.cut)]
+        except (OSError, SafetensorError) as error:
+            raise _broken(path, error) from error
+        yield stored, path, tensor
+
+
+def _values(source: _Source, opened: dict[Path, Any]) -> torch.Tensor:
+    parts = {stored.part.name: tensor for stored, _, tensor in _parts(source, opened)}
+    if source.quantization is None:
+        [values] = parts.values()
+        return values
     try:
-        tensor = file.get_slice(piece.name)
-        values: torch.Tensor = tensor[part] if piece.dim == 0 else tensor[:, part]
-    except (OSError, SafetensorError) as error:
-        raise _broken(path, error) from error
-    return values
+        return values_of(source.quantization, parts, source.cut, source.piece.shape)
+    except FieldError as error:
+        [place] = [i for i, stored in enumerate(source.stored) if stored.part.name == error.field]
+        field = f"tensor {source.stored[place].name}"
+        raise refused(field, error.wanted, error.found, source.paths[place]) from error
 
 
-def _not_finite(piece: WeightSlice, values: torch.Tensor, path: Path) -> FieldError:
-    """Return the error for a tensor that is not finite, or is not once it is converted."""
-    low, high = (float(value) for value in values.aminmax())
-    field, dtype = f"tensor {piece.name}", str(piece.layer.dtype).removeprefix("torch.")
-    if not (math.isfinite(low) and math.isfinite(high)):
-        found = low if not math.isfinite(low) else high
-        return refused(field, "finite numbers", found, path)
-    return refused(field, f"numbers that {dtype} holds", low if -low > high else high, path)
+def _not_finite(source: _Source, opened: dict[Path, Any]) -> FieldError:
+    """Return the error for a weight that is not finite, or is not once it is converted."""
+    for stored, path, tensor in _parts(source, opened):
+        if tensor.is_floating_point():
+            low, high = (float(value) for value in tensor.float().aminmax())
+            if not (math.isfinite(low) and math.isfinite(high)):
+                found = low if not math.isfinite(low) else high
+                return refused(f"tensor {stored.name}", "finite numbers", found, path)
+    low, high = (float(value) for value in _values(source, opened).aminmax())
+    dtype = str(source.piece.layer.dtype).removeprefix("torch.")
+    found, wanted = low if -low > high else high, f"numbers that {dtype} holds"
+    return refused(f"tensor {source.piece.name}", wanted, found, source.paths[0])
 
 
 def load_model(
@@ -241,6 +307,9 @@ def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[Caus
             checkpoint_dir,
         )
         config = replace(config, tie_word_embeddings=False)
+    if config.quantization:
+        layout, name = config.quantization.layout, str(place.dtype).removeprefix("torch.")
+        log.info("weights that are stored as %s are computed in %s", layout, name)
     # A configuration that is not its checkpoint's may describe a model larger than memory, so the
     # model takes none until its tensors have been compared.
     return CausalLM(config, place), config

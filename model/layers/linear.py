@@ -72,6 +72,8 @@ class _Columns(NamedTuple):
 class _ColumnSplit(Linear):
     """Outputs of several checkpoint tensors, this rank's part of each, one after the other."""
 
+    is_quantizable = True
+
     def __init__(
         self, in_features: int, columns: Sequence[_Columns], place: Placement, *, bias: bool
     ) -> None:
@@ -159,6 +161,8 @@ def kv_heads_of(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
 
 class RowParallelLinear(Linear):
     """Inputs split evenly; the ranks' results are summed, and the bias is added once."""
+
+    is_quantizable = True
 
     def __init__(
         self, in_features: int, out_features: int, place: Placement, *, bias: bool

@@ -62,6 +62,7 @@ def _is_fused(layer: str, held: Collection[str]) -> bool:
 class ExpertWeights(WeightedLayer):
     """One matrix for each of this rank's experts; once packed, `handles` stand for `weight`."""
 
+    is_quantizable = True
     handles: torch.Tensor | None
 
     def __init__(

@@ -20,6 +20,9 @@ from model.parallel import Placement
 class WeightedLayer(nn.Module):
     """A layer whose parameters come from a checkpoint; until `allocate` they have no memory."""
 
+    is_quantizable = False
+    """Whether a quantized checkpoint holds `weight` quantized unless it says otherwise."""
+
     def __init__(self, place: Placement) -> None:
         super().__init__()
         self.dtype = place.dtype
@@ -83,6 +86,10 @@ class WeightSlice:
     @property
     def home(self) -> tuple[WeightedLayer, str]:
         return self.layer, self.parameter
+
+    @property
+    def home_bytes(self) -> int:
+        return self.layer.get_parameter(self.parameter).nbytes
 
     def target(self) -> torch.Tensor:
         """Return where the slice goes; the parameter takes memory if this is its first part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,8 @@ from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
 from model.parallel import Shard
 from model.weights import load_model
+
+sys.path.append(str(Path(__file__).parent / "checkpoints"))  # of quantized weights
 
 SMALL: dict[str, Any] = {
     "vocab_size": 509,

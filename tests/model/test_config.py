@@ -236,7 +236,11 @@ def test_each_field_of_a_family_is_checked(family: str) -> None:
         ("Llama", {"num_key_value_heads": 5}, "num_key_value_heads: wanted a divisor of num_atten"),
         ("Llama", {"rms_norm_eps": 10**400}, "rms_norm_eps: wanted a number above 0, found 1000"),
         ("Llama", {"eos_token_id": [-1]}, "eos_token_id: wanted a token id or a list of them"),
-        ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config: wanted none"),
+        (
+            "Llama",
+            {"quantization_config": 4},
+            "quantization_config: wanted an object or null, found ",
+        ),
         (
             "Llama",
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},
