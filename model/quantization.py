@@ -14,6 +14,7 @@ Shapes: O outputs, I inputs, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from model.fields import LARGEST_INDEX, Source, convert, says
 FIELD = "quantization_config"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What tensors of plain numbers and scales may be."""
+OUTPUTS_AT_ONCE = 1024
+"""Of a weight: what their numbers take in float32, and before that as integers, is bounded."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word AutoAWQ keeps each of eight columns, lowest bits first."""
 _OUT, _IN = 0, 1
@@ -127,7 +130,7 @@ def _words(cut: Cut) -> Words:
 class _Layout(NamedTuple):
     parts: Callable[[Quantization], tuple[Part, ...]]
     values: Callable[[Quantization, Parts, Cut, tuple[int, int]], torch.Tensor]
-    """Return float32 of a part of so many outputs and inputs."""
+    """Return float32 [O, I] of some outputs of a cut, from these outputs' parts alone."""
 
 
 def plain_tensor(name: str, sizes: tuple[int, ...]) -> tuple[Stored, ...]:
@@ -157,15 +160,31 @@ def stored_tensors(
 
 
 def values_of(
-    quantization: Quantization, parts: Parts, cut: Cut, sizes: tuple[int, ...]
+    quantization: Quantization,
+    parts: Parts,
+    cut: Cut,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return a part of a weight in float32 from what was read of each of its tensors; `sizes` are
-    the whole weight's. A FieldError names the part that holds what cannot be."""
+    """Return a cut of a weight of `sizes`, computed in float32, from what was read of each of its
+    tensors. A FieldError names the part that holds what cannot be."""
     if "weight_shape" in parts and parts["weight_shape"].tolist() != list(sizes):
         raise FieldError("weight_shape", str(list(sizes)), parts["weight_shape"].tolist())
     size = list(sizes)
     size[cut.dim] = cut.stop - cut.start
-    return LAYOUTS[quantization.layout].values(quantization, parts, cut, (size[0], size[1]))
+    rows, columns = size
+    layout, out = LAYOUTS[quantization.layout], torch.empty(rows, columns, dtype=dtype)
+    stored = [Stored(part.name, part, (rows, columns)) for part in layout.parts(quantization)]
+    spans = [axis.span for each in stored for axis in each.part.axes if axis.dim == _OUT]
+    step = math.lcm(*(span or 1 for span in spans))
+    step *= -(-OUTPUTS_AT_ONCE // step)
+    for start in range(0, rows, step):
+        chunk = Cut(_OUT, start, min(start + step, rows))
+        some = {each.name: parts[each.name][each.where(chunk)] for each in stored}
+        out[start : chunk.stop] = layout.values(
+            quantization, some, cut, (chunk.stop - start, columns)
+        )
+    return out
 
 
 def _scaled(q: Quantization) -> tuple[Part, ...]:

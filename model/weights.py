@@ -77,7 +77,7 @@ def load_weights(
             piece = source.piece
             target = piece.target()
             if piece.start < piece.stop:
-                target.copy_(_values(source, opened))
+                target.copy_(_values(source, opened, target.dtype))
                 read.append(source)
                 extremes.append(torch.stack(target.aminmax()))
             missing[piece.home] -= 1
@@ -233,13 +233,16 @@ def _parts(source: _Source, opened: dict[Path, Any]) -> Iterator[tuple[Stored, P
         yield stored, path, tensor
 
 
-def _values(source: _Source, opened: dict[Path, Any]) -> torch.Tensor:
+def _values(
+    source: _Source, opened: dict[Path, Any], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return what a piece is filled with; `dtype` is a quantized one's."""
     parts = {stored.part.name: tensor for stored, _, tensor in _parts(source, opened)}
     if source.quantization is None:
         [values] = parts.values()
         return values
     try:
-        return values_of(source.quantization, parts, source.cut, source.piece.shape)
+        return values_of(source.quantization, parts, source.cut, source.piece.shape, dtype)
     except FieldError as error:
         [place] = [i for i, stored in enumerate(source.stored) if stored.part.name == error.field]
         field = f"tensor {source.stored[place].name}"

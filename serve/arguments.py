@@ -192,8 +192,8 @@ class DeployArgs(EngineArgs, frozen=True):
     """`cpu` or `cuda`; `auto` is what the machine that deploys has, and is refused where that one
     has no GPU and others do."""
     dtype: Dtype = "auto"
-    """`float32`, `bfloat16` or `float16`, of weights, activations and KV; `auto`: the
-    checkpoint's."""
+    """`float32`, `bfloat16` or `float16`, of weights (quantized ones too, once they are read),
+    activations and KV; `auto`: the checkpoint's."""
     max_model_len: int | None = None
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""

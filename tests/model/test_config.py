@@ -333,7 +333,7 @@ JSON = st.recursive(
     max_leaves=5,
 )
 OTHERS = ["dtype", "torch_dtype", "rope_scaling", "rope_parameters"]
-OTHERS += ["original_max_position_embeddings"]
+OTHERS += ["original_max_position_embeddings", "quantization_config"]
 
 
 @settings(max_examples=400, deadline=None)

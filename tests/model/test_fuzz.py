@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantizer import KINDS, write
 from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
@@ -190,12 +191,18 @@ def reshaped(c: Checkpoint) -> None:
     c.rewrite(change)
 
 
+COUNTS = {torch.int32, torch.int64}
+
+
 def other_dtype(c: Checkpoint) -> None:
     kinds = [torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         name = pick(tensors, c.rng)
-        tensors[name] = tensors[name].to(c.rng.choice(kinds))
+        # Counts may be of either length.
+        dtype = tensors[name].dtype
+        held = COUNTS if dtype in COUNTS else {dtype}
+        tensors[name] = tensors[name].to(c.rng.choice([k for k in kinds if k not in held]))
 
     c.rewrite(change)
 
@@ -380,7 +387,7 @@ WHOLE, FILE = "wanted a whole safetensors file, found ", "wanted a (readable|reg
 UNKNOWN, SHAPES = "wanted only tensors of Qwen", r"wanted shape \(.*\), found \("
 MISSING = "wanted (in the checkpoint|where the index says), found none"
 TWICE = "wanted only where the index says, found another"
-DTYPE = "wanted one of F64, F32, F16, BF16, found "
+DTYPE = "wanted (one of F64, F32, F16, BF16|one of I(32|64), I(32|64)|I32|I8|F8_E4M3), found "
 OF_WEIGHTS = {
     header_bits: "",
     truncated: WHOLE,
@@ -416,6 +423,8 @@ OF_CONFIG = {
     config_size: "",
     config_bits: "",
 }
+OF_QUANTIZED = (renamed, removed, added, swapped, reshaped, other_dtype, truncated, config_bits)
+QUANTIZED = ("int by channel", "fp8", "packed 4 with zeros", "gptq 4 with zeros", "awq")
 OF_EXPERTS = (renamed, removed, added, swapped, reshaped, other_dtype, not_finite, config_size)
 DAMAGES = OF_WEIGHTS | OF_INDEX | OF_CONFIG
 """Each kind of damage, and what its refusal says."""
@@ -425,13 +434,17 @@ HARMLESS = {header_bits, index_bits, config_bits}
 
 @pytest.fixture(scope="module")
 def good(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small model in one file and in several, and one of experts in both spellings."""
+    """A small model in one file and in several, one of experts in both spellings, and the small one
+    quantized."""
     by_expert, reference = make_checkpoint(**SHAPE | EXPERTS)
     fused = tmp_path_factory.mktemp("fused")
     reference.save_pretrained(fused, save_original_format=False)
     sharded, _ = make_checkpoint(max_shard_size="6KB", **SHAPE)
     single, _ = make_checkpoint(**SHAPE)
-    return {"single": single, "sharded": sharded, "by expert": by_expert, "fused": fused}
+    good = {"single": single, "sharded": sharded, "by expert": by_expert, "fused": fused}
+    for kind in QUANTIZED:
+        good[kind], _ = write(single, KINDS[kind], tmp_path_factory.mktemp("quantized"))
+    return good
 
 
 def state(path: Path) -> dict[str, torch.Tensor]:
@@ -455,6 +468,7 @@ CASES = [(damage, ["single", "sharded"]) for damage in OF_WEIGHTS]
 CASES += [(damage, ["sharded"]) for damage in OF_INDEX]
 CASES += [(damage, ["single"]) for damage in OF_CONFIG]
 CASES += [(damage, ["by expert", "fused"]) for damage in OF_EXPERTS]
+CASES += [(damage, list(QUANTIZED)) for damage in OF_QUANTIZED]
 
 
 @pytest.mark.feature("S07")

@@ -17,6 +17,7 @@ from quantizer import KINDS, REORDERED, Kind, Tensors, awq, fp8, gptq, pack, wri
 from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
+from model import quantization as stored_weights
 from model import weights
 from model.config import ModelConfig, fingerprint
 from model.parallel import Shard
@@ -204,10 +205,10 @@ def cases(draw: st.DrawFn) -> tuple[Kind, torch.Tensor, Cut]:
     return kinds[which], torch.randn(*sizes, generator=seed), cut
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases())
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.integers(1, 40))
 def test_any_cut_at_whole_groups_and_words_is_read_to_the_bit(
-    case: tuple[Kind, torch.Tensor, Cut],
+    case: tuple[Kind, torch.Tensor, Cut], outputs_at_once: int
 ) -> None:
     kind, weight, cut = case
     quantization = read_quantization(kind.config)
@@ -219,7 +220,9 @@ def test_any_cut_at_whole_groups_and_words_is_read_to_the_bit(
     }
     parts = {each.part.name: tensors[each.part.name][each.where(cut)] for each in stored}
     wanted = plain.narrow(cut.dim, cut.start, cut.stop - cut.start)
-    assert torch.equal(values_of(quantization, parts, cut, sizes), wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_weights, "OUTPUTS_AT_ONCE", outputs_at_once)
+        assert torch.equal(values_of(quantization, parts, cut, sizes), wanted)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -488,3 +491,32 @@ def test_what_is_not_served_is_refused_by_field(
     found = str(caught.value)
     assert found.startswith(f"quantization_config.{field}: {message}")
     assert found.endswith(" in config.json")
+
+
+JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+JSON |= st.lists(JSON, max_size=2) | st.dictionaries(st.text(max_size=4), JSON, max_size=2)
+
+
+def paths_in(config: dict[str, Any]) -> list[str]:
+    inner = [f"{name}.{path}" for name in config for path in paths_in_value(config[name])]
+    return [*config, *inner]
+
+
+def paths_in_value(value: object) -> list[str]:
+    return paths_in(value) if isinstance(value, dict) else []
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_json_in_place_of_a_field_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
+    config = KINDS[data.draw(st.sampled_from(list(KINDS)))].config
+    config = changed(config, data.draw(st.sampled_from(paths_in(config))), data.draw(JSON))
+    values = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
+    try:
+        found = ModelConfig.from_dict(values, "config.json")
+    except FieldError as error:
+        assert str(error).startswith("quantization_config.") and "\n" not in str(error)
+        assert ": wanted " in str(error) and ", found " in str(error)
+    else:
+        assert found.quantization is not None
+        assert hash(found) == hash(ModelConfig.from_dict(values, "config.json"))
