@@ -213,11 +213,10 @@ def _packed(q: Quantization) -> tuple[Part, ...]:
 
 
 def _packed_values(q: Quantization, parts: Parts, cut: Cut, size: tuple[int, int]) -> torch.Tensor:
-    rows, columns = size
-    numbers = _unpacked(parts["weight_packed"], q.bits, _IN)[:, :columns]
+    numbers = _unpacked(parts["weight_packed"], q.bits, _IN)[:, : size[_IN]]
     zeros = torch.tensor([[1 << (q.bits - 1)]])
     if q.has_zeros:
-        zeros = _unpacked(parts["weight_zero_point"], q.bits, _OUT)[:rows]
+        zeros = _unpacked(parts["weight_zero_point"], q.bits, _OUT)
     zeros = _spread(zeros, q.group, size)
     return (numbers - zeros).float() * _spread(parts["weight_scale"].float(), q.group, size)
 
