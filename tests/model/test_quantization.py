@@ -343,6 +343,23 @@ def test_damaged_tensors_are_refused_by_name(
     assert refusal(copy(kind, damage)).startswith(f"tensor {name}: {message}")
 
 
+def test_scales_are_of_one_16_bit_type_that_need_not_be_the_plain_tensors(
+    copy: Callable[..., Path],
+) -> None:
+    def convert(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[name] = tensor.half() if name.endswith(".scales") else tensor.bfloat16()
+
+    path = copy("gptq 4", convert)
+    state(path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.scales"
+    tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, path / "model.safetensors")
+    assert "wanted F16 as tensor" in refusal(path) or "wanted BF16 as tensor" in refusal(path)
+
+
 def test_tensors_of_another_kind_are_unknown(copy: Callable[..., Path]) -> None:
     name = "model.layers.0.mlp.up_proj.weight_scale"
     path = copy("gptq 4", lambda tensors: tensors.update({name: torch.ones(96, 1)}))
