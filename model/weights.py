@@ -1,7 +1,7 @@
 """Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
-The model says which weights it wants and where they go (`WeightSlice`), `model.quantization` which
-tensors a quantized one is stored as, and everything is compared before the first byte of weights is
-read. What was read must be finite on its device."""
+The model says which weights it wants and where they go (`WeightSlice`), `model.stored_weights`
+which tensors a quantized one is stored as, and everything is compared before the first byte of
+weights is read. What was read must be finite on its device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from model.files import check_file, read_json, refused
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
-from model.quantization import Cut, Quantization, Stored, plain_tensor, stored_tensors, values_of
+from model.quantization import Quantization
+from model.stored_weights import Cut, Stored, plain_tensor, stored_tensors, values_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -17,11 +17,11 @@ from quantizer import KINDS, REORDERED, Kind, Tensors, awq, fp8, gptq, pack, wri
 from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
-from model import quantization as stored_weights
-from model import weights
+from model import stored_weights, weights
 from model.config import ModelConfig, fingerprint
 from model.parallel import Shard
-from model.quantization import Cut, read_quantization, stored_tensors, values_of
+from model.quantization import read_quantization
+from model.stored_weights import Cut, stored_tensors, values_of
 from model.weights import blank_model, load_model
 from serve.llm import LLM, SamplingParams
 

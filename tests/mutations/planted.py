@@ -350,6 +350,18 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "The columns of an AWQ word are taken in order (S08).",
+        "model/stored_weights.py",
+        {"_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)": "_AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)"},
+        ("tests/model/test_quantization.py::test_a_quantized_checkpoint_is_served",),
+    ),
+    Mutation(
+        "A cut through a group of inputs that share a scale is read (S08).",
+        "model/stored_weights.py",
+        {"            tensor.where(cut)\n": "            pass\n"},
+        ("tests/model/test_quantization.py",),
+    ),
+    Mutation(
         "A product is not written where the other ranks read it (O05).",
         "compile/passes/user_buffers.py",
         {"    for node in sums:\n        _move_product(graph, node)\n": ""},
