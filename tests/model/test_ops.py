@@ -68,16 +68,21 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         "unified_attention_with_output": [(q, k, v, cos, sin, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
         "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "copy_to_user_buffers": [(x, shard.group_name), (wide, shard.group_name)],
+        "mm_to_user_buffers": [(x, torch.randn(E, 32, dtype=dtype), shard.group_name)],
+        "packed_linear_to_user_buffers": [],
+        "user_buffers_all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "user_buffers_finalize": [(x, shard.group_name)],
         "gather": [(x, torch.empty(1, T, E, dtype=dtype), shard.group_name)],
         "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
         "": [],
     }
     if can_pack(dtype, torch.device("cpu")):
-        _add_packed(found, x)
+        _add_packed(found, x, shard.group_name)
     return found
 
 
-def _add_packed(found: dict[str, list[tuple[Any, ...]]], x: torch.Tensor) -> None:
+def _add_packed(found: dict[str, list[tuple[Any, ...]]], x: torch.Tensor, group_name: str) -> None:
     """Add the cases of weights that are packed."""
     dtype = x.dtype
     packed = PackedWeight(torch.randn(32, E, dtype=dtype))
@@ -86,6 +91,7 @@ def _add_packed(found: dict[str, list[tuple[Any, ...]]], x: torch.Tensor) -> Non
         (x, packed.handle, None, 32),
         (x[:1], packed.handle, torch.randn(32, dtype=dtype), 32),
     ]
+    found["packed_linear_to_user_buffers"].append((x, packed.handle, None, 32, group_name))
     if packed.has_rows:
         found["packed_rows"].append((torch.randint(32, (T,)), packed.handle, E, dtype))
     scores, handles = torch.randn(T, 1, dtype=dtype), packed.handle.view(1)
