@@ -14,24 +14,23 @@ from collections.abc import Sequence
 import torch
 
 from compile.custom_op import direct_register_custom_op
-from model.kernels.cpu.communicator import rows_of
 from model.kernels.cpu.packed_linear import packed_linear_into
-from model.parallel import communicator_of, find_group
+from model.parallel import Shard, communicator_of
 
 
-def _room(shape: Sequence[int], x: torch.Tensor, group_name: str) -> torch.Tensor:
+def _buffer_for(shape: Sequence[int], x: torch.Tensor, group_name: str) -> torch.Tensor:
     near = communicator_of(group_name)
     found = None if near is None else near.user_buffer(shape, x.dtype)
     return x.new_empty(shape) if found is None else found
 
 
 def _copy(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    return _room(x.shape, x, group_name).copy_(x)
+    return _buffer_for(x.shape, x, group_name).copy_(x)
 
 
 def _mm(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tensor:
     """x: [T, I]; weight: [I, O]. Returns [T, O]."""
-    return torch.mm(x, weight, out=_room((x.shape[0], weight.shape[1]), x, group_name))
+    return torch.mm(x, weight, out=_buffer_for((x.shape[0], weight.shape[1]), x, group_name))
 
 
 def _packed_linear(
@@ -42,8 +41,8 @@ def _packed_linear(
     group_name: str,
 ) -> torch.Tensor:
     """x: [T, I]; handle: of a packed weight. Returns [T, O]."""
-    room = _room((x.shape[0], out_features), x, group_name)
-    return packed_linear_into(room, x, handle, bias)
+    buffer = _buffer_for((x.shape[0], out_features), x, group_name)
+    return packed_linear_into(buffer, x, handle, bias)
 
 
 def _all_reduce_add_rms_norm(
@@ -52,10 +51,9 @@ def _all_reduce_add_rms_norm(
     """Return the norm of residual plus the ranks' sum of x, and that sum with the residual, of
     which only this rank's rows are set; of the residual only they are read. x is overwritten where
     ranks share no memory. x, residual: [T, E]; weight: [E]."""
-    near, group = communicator_of(group_name), find_group(group_name)
-    rows = rows_of(group.rank(), group.size(), len(x))
+    near, rows = communicator_of(group_name), Shard.named(group_name).slice(len(x))
     own = x.new_empty(residual[rows].shape)
-    if near is None or not near.sum_rows(x, own):
+    if near is None or not near.reduce_scatter(x, own):
         torch.ops.lockstep.all_reduce(x, group_name)
         normed, summed = torch.ops.lockstep.fused_add_rms_norm(x, residual, weight, eps)
         return normed, summed

@@ -83,36 +83,30 @@ class ShmCommunicator:
         return True
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Fill `out` with this rank's part of the ranks' sum of `x`, which has as many for each."""
-        add = native_function("communicator_sum_part", x.dtype)
+        """Fill `out` with this rank's share of the ranks' sum of `x` [T, ...]: of the rows all
+        ranks have as many, but the last ones fewer, or none. Where `x` is the user buffer, nothing
+        is copied, and `gather_rows` must follow."""
+        add = native_function("communicator_sum_share", x.dtype)
         if add is None or not x.is_contiguous():
             return False
-        self._check("reduce_scatter", add(self._at, x.data_ptr(), out.data_ptr(), out.numel()))
+        part = self._rows_each(x) * x[0].numel()
+        found = add(self._at, x.data_ptr(), out.data_ptr(), x.numel(), part)
+        self._check("reduce_scatter", found)
         return True
 
     def user_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory of this rank that `sum_rows` reads in place, always the same; None: it has
-        no room for such a tensor. It may be written again once a sum has been gathered."""
+        """Return memory of this rank that `reduce_scatter` reads in place, always the same; None:
+        it has no room for such a tensor. It may be written again once a sum has been gathered."""
         size = math.prod(shape) * dtype.itemsize
-        if size > len(self._buffer) or native_function("communicator_sum_rows", dtype) is None:
+        if size > len(self._buffer) or native_function("communicator_sum_share", dtype) is None:
             return None
         return self._buffer[:size].view(dtype).view(*shape)
 
-    def sum_rows(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Fill `out` with this rank's `rows_of` of the ranks' sum of `x` [T, ...]. `gather_rows`
-        must follow."""
-        add = native_function("communicator_sum_rows", x.dtype)
-        if add is None or not x.is_contiguous():
-            return False
-        part = rows_of(0, self._place.ranks, len(x)).stop * x[0].numel()
-        self._check("sum_rows", add(self._at, x.data_ptr(), out.data_ptr(), x.numel(), part))
-        return True
-
     def gather_rows(self, x: torch.Tensor) -> bool:
-        """Fill `x` [T, ...] with each rank's `rows_of` it."""
+        """Fill `x` [T, ...] with each rank's share, as `reduce_scatter` divides rows."""
         if not x.is_contiguous():
             return False
-        part = rows_of(0, self._place.ranks, len(x)).stop * _size(x[0]).value
+        part = self._rows_each(x) * _size(x[0]).value
         found = self._library.communicator_gather_rows(
             self._at, _pointer(x), _size(x), ctypes.c_int64(part)
         )
@@ -121,7 +115,7 @@ class ShmCommunicator:
 
     @property
     def num_copied_sums(self) -> int:
-        """How many calls of `sum_rows` had to copy, as what they were given was no user buffer."""
+        """How many calls of `reduce_scatter` were given what is no user buffer, and copied it."""
         return int(self._place.copied_sums)
 
     def broadcast(self, x: torch.Tensor) -> bool:
@@ -142,6 +136,9 @@ class ShmCommunicator:
         self._check("gather", found)
         return True
 
+    def _rows_each(self, x: torch.Tensor) -> int:
+        return -(-len(x) // int(self._place.ranks))
+
     def _check(self, name: str, missing: int) -> None:
         if missing != _DONE:
             place = self._place
@@ -149,12 +146,6 @@ class ShmCommunicator:
                 f"wanted all {place.ranks} ranks in {place.timeout_s:g} s, found no rank {missing}"
             )
             raise RuntimeError(f"{name} over shared memory timed out: {wanted}")
-
-
-def rows_of(rank: int, num_ranks: int, num_rows: int) -> slice:
-    """Return a rank's part of so many rows; the last ranks' may be short, or empty."""
-    part = -(-num_rows // num_ranks)
-    return slice(min(rank * part, num_rows), min((rank + 1) * part, num_rows))
 
 
 def can_share() -> bool:

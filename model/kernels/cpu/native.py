@@ -48,8 +48,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
     "communicator_sum": ([_POINTER] * 2 + [_SIZE], ctypes.c_int64),
-    "communicator_sum_part": ([_POINTER] * 3 + [_SIZE], ctypes.c_int64),
-    "communicator_sum_rows": ([_POINTER] * 3 + [_SIZE] * 2, ctypes.c_int64),
+    "communicator_sum_share": ([_POINTER] * 3 + [_SIZE] * 2, ctypes.c_int64),
 }
 """Of the kernels that `run` does not call: a step knows most sizes of the first one beforehand."""
 _KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)

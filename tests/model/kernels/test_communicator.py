@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes, rows_of
+from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes
+from model.parallel import Shard
 
 SLOT_BYTES = 40960
 """Of more than two ranks, sums of that many bytes take two shots."""
@@ -122,9 +123,9 @@ def test_each_rank_adds_up_its_rows_and_gets_the_others(
             num_copied += buffer is None
             x = x if buffer is None else buffer.copy_(x)
             out = x.new_zeros(rows, 768)
-            own = rows_of(rank, num_ranks, rows)
+            own = Shard(rank, num_ranks).slice(rows)
             part = x.new_empty(out[own].shape)
-            assert end.sum_rows(x, part)
+            assert end.reduce_scatter(x, part)
             out[own] = part
             if moments.random() < 0.3:
                 time.sleep(moments.random() / 1000)

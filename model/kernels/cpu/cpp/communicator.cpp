@@ -160,23 +160,6 @@ int64_t sum(Place& at, T* x, int64_t n) {
   return missing;
 }
 
-template <class T>
-int64_t sum_part(Place& at, const T* x, T* out, int64_t n) {
-  const int64_t most = at.slot_bytes / (int64_t)sizeof(T) / at.ranks;
-  for (int64_t i = 0; i < n; i += most) {
-    const int64_t size = std::min(most, n - i);
-    int64_t missing = wait_for_all(at);
-    if (missing != DONE) return missing;
-    at.exchange++;
-    for (int64_t rank = 0; rank < at.ranks; rank++)
-      memcpy((T*)slot(at, at.rank) + rank * size, x + rank * n + i, size * sizeof(T));
-    raise_counter(at);
-    if ((missing = wait_for_all(at)) != DONE) return missing;
-    add_up(at, slots(at), out + i, at.rank * size, size);
-  }
-  return DONE;
-}
-
 struct Range {
   int64_t begin, end;
 };
@@ -186,8 +169,14 @@ Range share(int64_t rank, int64_t n, int64_t part) {
   return {std::min(n, rank * part), std::min(n, (rank + 1) * part)};
 }
 
+// What of a share is exchanged from element `from` on.
+Range stretch(int64_t rank, int64_t n, int64_t part, int64_t from, int64_t most) {
+  const auto [begin, end] = share(rank, n, part);
+  return {std::min(begin + from, end), std::min(begin + from + most, end)};
+}
+
 template <class T>
-int64_t sum_rows(Place& at, const T* x, T* out, int64_t n, int64_t part) {
+int64_t sum_share(Place& at, const T* x, T* out, int64_t n, int64_t part) {
   const Range own = share(at.rank, n, part);
   int64_t missing = DONE;
   if ((const char*)x == buffer(at, at.rank)) {
@@ -198,16 +187,18 @@ int64_t sum_rows(Place& at, const T* x, T* out, int64_t n, int64_t part) {
     return DONE;
   }
   at.copied_sums++;
-  const int64_t most = at.slot_bytes / (int64_t)sizeof(T);
-  for (int64_t i = 0; i < n; i += most) {
-    const int64_t size = std::min(most, n - i);
+  const int64_t most = at.slot_bytes / (int64_t)sizeof(T) / at.ranks;
+  for (int64_t i = 0; i < part; i += most) {
     if ((missing = wait_for_all(at)) != DONE) return missing;
     at.exchange++;
-    memcpy(slot(at, at.rank), x + i, size * sizeof(T));
+    for (int64_t rank = 0; rank < at.ranks; rank++) {
+      const auto [begin, end] = stretch(rank, n, part, i, most);
+      memcpy((T*)slot(at, at.rank) + rank * most, x + begin, (end - begin) * sizeof(T));
+    }
     raise_counter(at);
     if ((missing = wait_for_all(at)) != DONE) return missing;
-    const int64_t begin = std::max(own.begin, i), end = std::min(own.end, i + size);
-    if (begin < end) add_up(at, slots(at), out + begin - own.begin, begin - i, end - begin);
+    const auto [begin, end] = stretch(at.rank, n, part, i, most);
+    add_up(at, slots(at), out + i, at.rank * most, end - begin);
   }
   return DONE;
 }
@@ -223,19 +214,15 @@ extern "C" int64_t communicator_bytes(int64_t ranks, int64_t slot_bytes, int64_t
 // they have waited for in vain.
 //
 // sum: the n elements of x become the ranks' sum.
-// sum_part: out becomes this rank's n elements of the ranks' sum of x, which has n for each rank.
-// sum_rows: out becomes this rank's part of the ranks' sum of x, which has n elements, `part` for
+// sum_share: out becomes this rank's share of the ranks' sum of x, which has n elements, `part` for
 // each rank but the last. If x is the user buffer, it is read there; all ranks' are, or none's.
 #define SUMS(name, T)                                                                         \
   extern "C" int64_t communicator_sum_##name(Place* at, T* x, int64_t n) {                    \
     return sum(*at, x, n);                                                                    \
   }                                                                                           \
-  extern "C" int64_t communicator_sum_part_##name(Place* at, const T* x, T* out, int64_t n) { \
-    return sum_part(*at, x, out, n);                                                          \
-  }                                                                                           \
-  extern "C" int64_t communicator_sum_rows_##name(Place* at, const T* x, T* out, int64_t n,   \
-                                                  int64_t part) {                             \
-    return sum_rows(*at, x, out, n, part);                                                    \
+  extern "C" int64_t communicator_sum_share_##name(Place* at, const T* x, T* out, int64_t n,  \
+                                                   int64_t part) {                            \
+    return sum_share(*at, x, out, n, part);                                                   \
   }
 
 SUMS(float32, float)
@@ -284,18 +271,14 @@ extern "C" int64_t communicator_gather_rows(Place* at, char* x, int64_t num_byte
     int64_t missing = wait_for_all(*at);
     if (missing != DONE) return missing;
     at->exchange++;
-    const auto stretch = [&](int64_t rank) {
-      const auto [begin, end] = share(rank, num_bytes, part);
-      return Range{std::min(begin + i, end), std::min(begin + i + at->slot_bytes, end)};
-    };
-    const Range own = stretch(at->rank);
+    const Range own = stretch(at->rank, num_bytes, part, i, at->slot_bytes);
     memcpy(slot(*at, at->rank), x + own.begin, own.end - own.begin);
     raise_counter(*at);
     // Of those without a part too: they have then read the user buffers.
     if ((missing = wait_for_all(*at)) != DONE) return missing;
     for (int64_t rank = 0; rank < at->ranks; rank++)
       if (rank != at->rank) {
-        const Range theirs = stretch(rank);
+        const Range theirs = stretch(rank, num_bytes, part, i, at->slot_bytes);
         memcpy(x + theirs.begin, slot(*at, rank), theirs.end - theirs.begin);
       }
   }
