@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import http.client
 import json
 import os
@@ -207,9 +208,10 @@ def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
 def test_another_app_calls_through_a_handle(server: Any, printed: Any) -> None:
     """`examples/handle.py`, as a process of its own on the same cluster."""
     lines = printed(sys.executable, "examples/handle.py", RAY_ADDRESS=server.address)
-    whole, stream = lines.strip().splitlines()[-2:]
-    assert whole == "whole: 42"
-    assert "".join(json.loads(stream.removeprefix("stream: ").replace("'", '"'))) == "42"
+    # Ray prints lines of its own between these, on a slow machine more of them.
+    answers = dict(line.split(": ", 1) for line in lines.splitlines() if ": " in line)
+    assert answers["whole"] == "42"
+    assert "".join(ast.literal_eval(answers["stream"])) == "42"
 
 
 @pytest.mark.feature("R12")
