@@ -9,6 +9,7 @@ from typing import Literal
 
 from compile.config import CompilationConfig
 from compile.errors import FieldError
+from compile.resolve import StepLimits
 
 PLACEMENT_TIMEOUT_S = 30.0
 """How long replicas may wait to be placed before `/ready` says what they lack."""
@@ -74,6 +75,28 @@ class SchedulerConfig:
             raise FieldError("max_num_batched_tokens", wanted, self.max_num_batched_tokens)
 
 
+MAX_DRAFT_TOKENS = 64
+"""Each takes a row of every graph and of every buffer of what is sampled."""
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How tokens are drafted, by the names of `speculative_config`."""
+
+    num_speculative_tokens: int
+    """Of each sequence in a step, at most."""
+    prompt_lookup_max: int = 5
+    """The longest run of a sequence's last tokens that is looked for in what it said before."""
+    prompt_lookup_min: int = 2
+    """The shortest."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            wanted = f"at most prompt_lookup_max ({self.prompt_lookup_max})"
+            field = "speculative_config.prompt_lookup_min"
+            raise FieldError(field, wanted, self.prompt_lookup_min)
+
+
 @dataclass(frozen=True)
 class TransferConfig:
     transport: str = "auto"
@@ -104,6 +127,8 @@ class EngineConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     overlap: bool = False
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
+    speculation: SpeculationConfig | None = None
+    """None: every step computes one token of a sequence that decodes."""
     threads: int | None = 1
     """Of each rank's tensor operations; None: the cores of its node, divided by the ranks there."""
     watchdog_s: float = 10.0
@@ -117,6 +142,20 @@ class EngineConfig:
         if self.device == "cuda" and self.transfer.transport == "shm":
             wanted = "auto or tcp with device=cuda, whose KV is no host memory"
             raise FieldError("kv.transport", wanted, self.transfer.transport)
+        if self.overlap and self.speculation is not None:
+            wanted = "auto or off with speculative_config (a draft follows from the last token)"
+            raise FieldError("overlap", wanted, "on")
+
+    @property
+    def query_len(self) -> int:
+        """Tokens that a sequence which decodes has in a step, at most."""
+        return 1 + (self.speculation.num_speculative_tokens if self.speculation else 0)
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """What the compiler has to know of steps."""
+        limits = self.scheduler
+        return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, self.query_len)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -65,7 +65,7 @@ class Context:
     batch_size: int = 0
     graph_bs: int = 0
     is_draft: bool = False
-    """The forward is a draft model's. For speculation, which no engine runs yet."""
+    """The forward is a draft model's. None is built yet: drafts come from a sequence's own text."""
     positions: torch.Tensor | None = field(default=None, compare=False)
     """int64 [tokens]: the position of each token in its sequence."""
 

@@ -6,6 +6,8 @@ cannot part before a collective. This file imports no torch.
 1. The mode of this kind of step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
 3. The mode is FULL and all sequences decode: pad the sequences to the next captured batch size.
+   Where some compute draft tokens, the graph has room for as many in every sequence; if none is
+   large enough, the step runs like one in which not all decode.
 4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
 5. Nothing captured is large enough: eager, at the step's own size.
 
@@ -34,7 +36,12 @@ class BatchDescriptor(NamedTuple):
     num_seqs: int | None
     """`graph_bs`; None: each rank runs its own number."""
     uniform_decode: bool
-    """Every sequence decodes, as many tokens each."""
+    """Every sequence decodes: in a graph one token each, or up to `num_tokens / num_seqs`."""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Return whether attention treats sequences as chunks of several tokens."""
+        return not self.uniform_decode or self.num_tokens != self.num_seqs
 
     def graph_key(self, mode: CUDAGraphMode) -> BatchDescriptor | None:
         """Return the key of the graph that such a step replays; None: it runs eagerly."""
@@ -54,13 +61,17 @@ class CapturedGraphs:
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     """Which steps replay graphs, and of which kind."""
     batch_sizes: tuple[int, ...] = ()
-    """Of full graphs of decode steps."""
+    """Of full graphs of decode steps of one token a sequence."""
     token_counts: tuple[int, ...] = ()
     """Of piecewise graphs."""
     mixed: tuple[BatchDescriptor, ...] = ()
     """Full graphs of steps in which not all decode; by tokens, then sequences."""
     enable_padding: bool = True
     """Steps replay the next larger full graph; False: one of exactly their size."""
+    draft_batch_sizes: tuple[int, ...] = ()
+    """Of full graphs of decode steps of up to `query_len` tokens a sequence."""
+    query_len: int = 1
+    """One token and the most draft tokens behind it."""
 
 
 def decide(
@@ -73,11 +84,15 @@ def decide(
 ) -> tuple[CUDAGraphMode, BatchDescriptor]:
     """Decide how all ranks run a step (NONE, PIECEWISE or FULL) and the sizes that they pad it to,
     from the largest numbers of any rank (after ATOM's ForwardMode and vLLM's dispatcher).
-    `is_uniform_decode`: on every rank each sequence decodes `query_len` tokens; ValueError: tokens
-    are not sequences x query length."""
-    if is_uniform_decode and num_tokens != num_seqs * query_len:
-        wanted = f"{num_seqs} x {query_len} in a uniform decode step"
+    `is_uniform_decode`: on every rank each sequence decodes, up to `query_len` tokens; ValueError:
+    so many sequences cannot have so many tokens."""
+    if is_uniform_decode and not num_seqs <= num_tokens <= num_seqs * query_len:
+        wanted = f"{num_seqs} x 1 to {query_len} in a uniform decode step"
         raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
+    if is_uniform_decode and num_seqs and query_len > 1:
+        return _full_drafting(num_seqs, query_len, captured) or decide(
+            is_uniform_decode=False, num_tokens=num_tokens, num_seqs=num_seqs, captured=captured
+        )
     # Attention alone looks at sequences. If all decode, ranks pad those too, graph or none.
     graph_bs = num_seqs if is_uniform_decode else None
     eager = CUDAGraphMode.NONE, BatchDescriptor(num_tokens, graph_bs, is_uniform_decode)
@@ -94,7 +109,24 @@ def decide(
         return _full_mixed(num_tokens, num_seqs, captured) or eager
     padding = captured.enable_padding
     padded = padded_size(captured.batch_sizes, num_seqs, enable_padding=padding)
-    return eager if padded is None else (mode, BatchDescriptor(padded * query_len, padded, True))
+    return eager if padded is None else (mode, BatchDescriptor(padded, padded, True))
+
+
+def _full_drafting(
+    num_seqs: int, query_len: int, captured: CapturedGraphs
+) -> tuple[CUDAGraphMode, BatchDescriptor] | None:
+    """Find the graph of a step whose sequences decode up to `query_len` tokens: which of them has
+    how many is among its inputs."""
+    is_full = captured.mode.decode_mode() is CUDAGraphMode.FULL
+    if not is_full or query_len > captured.query_len:
+        return None
+    # Sequences that have fewer tokens leave padding, whatever is padded between graphs.
+    padded = padded_size(
+        captured.draft_batch_sizes, num_seqs, enable_padding=captured.enable_padding
+    )
+    if padded is None:
+        return None
+    return CUDAGraphMode.FULL, BatchDescriptor(padded * captured.query_len, padded, True)
 
 
 def _full_mixed(

@@ -37,6 +37,7 @@ from serve.arguments import (
     KVArgs,
     PoolArgs,
     PrefillArgs,
+    SpeculativeArgs,
 )
 from serve.compilation import DEFAULT_LEVEL, SECTIONS
 from serve.openai import answers, responses, schema, tokenizing
@@ -133,6 +134,8 @@ Each of these is told to all pools, or to one by its own name, which goes before
     yield _fields(IngressArgs)
     yield "## `kv.*`"
     yield _fields(KVArgs)
+    yield "## `speculative_config.*`"
+    yield _fields(SpeculativeArgs)
     yield "## `compilation.*`"
     yield "These have [a page of their own](compilation.md)."
 

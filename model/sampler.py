@@ -32,6 +32,8 @@ class Penalties:
     """int32 [R, V]: how often each output has each token."""
     is_in_prompt: torch.Tensor
     """bool [R, V]"""
+    drafted: torch.Tensor | None = None
+    """int64 [D, 2]: output tokens that one of the B rows has beside the counted ones."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def adjust_logits(logits: torch.Tensor, wanted: Adjustments) -> torch.Tensor:
 
 def _penalise(logits: torch.Tensor, rows: torch.Tensor, penalties: Penalties) -> torch.Tensor:
     """Apply the repetition penalty (CTRL; Keskar et al., 2019), then OpenAI's two."""
-    counts = penalties.output_counts[rows]
+    counts = penalties.output_counts[rows]  # a copy
+    if penalties.drafted is not None:
+        counts.index_put_(tuple(penalties.drafted.unbind(1)), counts.new_ones(()), accumulate=True)
     is_in_output = counts > 0
     is_seen = is_in_output | penalties.is_in_prompt[rows]
     factor = torch.where(is_seen, penalties.repetition.unsqueeze(-1), 1.0)

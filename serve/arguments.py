@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,11 +21,13 @@ import yaml
 from msgspec import UNSET, Meta, UnsetType
 
 from cluster.config import (
+    MAX_DRAFT_TOKENS,
     MAX_LEASE_S,
     MIN_LEASE_S,
     CacheConfig,
     EngineConfig,
     PlacementStrategy,
+    SpeculationConfig,
     TransferConfig,
 )
 from compile.errors import FieldError
@@ -35,7 +38,6 @@ from serve.compilation import (
     as_object,
     as_switch,
     compilation_fields,
-    refuse_speculation,
 )
 from serve.pools.chooser import Routing
 
@@ -68,6 +70,7 @@ Dtype = Annotated[
 ]
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
+DraftTokens = Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS), says(f"1 to {MAX_DRAFT_TOKENS}")]
 Port = Annotated[int, Meta(ge=1, le=65535), says("1 to 65535")]
 AcceleratorType = Annotated[str, Meta(pattern=r"^[\w.-]+\Z"), says("a name such as H100")]
 _LABEL = r"[a-zA-Z0-9]([\w.-]{0,61}[a-zA-Z0-9])?"
@@ -179,6 +182,35 @@ class KVArgs(_Strict, frozen=True):
     """How long a prefill rank holds KV without hearing from its reader; 0.01 to 86400."""
 
 
+class SpeculativeArgs(_Strict, frozen=True):
+    """`speculative_config.*`."""
+
+    method: Literal["ngram"]
+    """`ngram`: the tokens that followed when the sequence's last few came before, in its prompt or
+    its output. No other method is built yet."""
+    num_speculative_tokens: DraftTokens
+    """Draft tokens of a sequence in a step, at most; 1 to 64."""
+    prompt_lookup_max: DraftTokens = SpeculationConfig.prompt_lookup_max
+    """Of the sequence's last tokens, the longest run that is looked for; 1 to 64."""
+    prompt_lookup_min: DraftTokens = SpeculationConfig.prompt_lookup_min
+    """The shortest; at most `prompt_lookup_max`."""
+    mtp_eagle_one_model: bool = True
+    """As in TensorRT-LLM; false is refused."""
+    eagle3_one_model: bool = True
+    """The same."""
+
+    def __post_init__(self) -> None:
+        for name in ("mtp_eagle_one_model", "eagle3_one_model"):
+            if not getattr(self, name):
+                wanted = "true (two model engines cannot be compiled as one forward)"
+                raise FieldError(f"speculative_config.{name}", wanted, False)
+
+    @property
+    def resolved(self) -> SpeculationConfig:
+        shared = {field.name: getattr(self, field.name) for field in fields(SpeculationConfig)}
+        return SpeculationConfig(**shared)
+
+
 class DeployArgs(EngineArgs, frozen=True):
     """Every argument with its default; None means: taken from the model or the machine."""
 
@@ -231,8 +263,9 @@ class DeployArgs(EngineArgs, frozen=True):
     """Compilation fields as TensorRT-LLM spells them; null: compilation is off."""
     cuda_graph_config: CudaGraphConfig | UnsetType | None = UNSET
     """Graph fields as TensorRT-LLM spells them; null: decode steps replay no full graphs."""
-    speculative_config: dict[str, Any] | None = None
-    """Refused by name: speculation is not built yet."""
+    speculative_config: SpeculativeArgs | None = None
+    """What a sequence may say next is drafted and checked several tokens at once, as in vLLM:
+    `{"method": "ngram", "num_speculative_tokens": 3}`. Tokens are those that come without."""
     ttft_target_s: Seconds = 2.0
     """The time to a first token that prefill and mixed pools are scaled to keep, if they are: so
     long may prompts wait to be computed."""
@@ -334,7 +367,6 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
         if error.field.startswith(_SECRET):
             raise FieldError(error.field, error.wanted, "what is not repeated here") from None
         raise
-    refuse_speculation(args.speculative_config or {})
     fields = compilation_fields(args.compilation, args.torch_compile_config, args.cuda_graph_config)
     pools = {name: _with_fields(getattr(args, name), name, fields) for name in POOLS}
     return msgspec.structs.replace(args, compilation=fields, config=None, **pools)  # which is read

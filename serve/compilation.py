@@ -239,14 +239,3 @@ def check_names(config: CompilationConfig) -> None:
         from compile.cache.inductor import make_compiler
 
         make_compiler(config)
-
-
-def refuse_speculation(config: Mapping[str, Any]) -> None:
-    """Refuse `speculative_config` by name; a draft model with its own engine will stay refused."""
-    for name in ("mtp_eagle_one_model", "eagle3_one_model"):
-        if _read_json(config.get(name)) is False:
-            wanted = "true (two model engines cannot be compiled as one forward)"
-            raise FieldError(f"speculative_config.{name}", wanted, False)
-    if config:
-        wanted = "nothing (speculation is not built yet)"
-        raise FieldError("speculative_config", wanted, dict(config))

@@ -27,7 +27,7 @@ from cluster.observe.metrics import Described
 from cluster.wire.messages import PROTOCOL_VERSION
 from compile.config import KEYED_FIELDS, CompilationConfig
 from compile.errors import FieldError
-from compile.resolve import PRESETS, StepLimits, resolve
+from compile.resolve import PRESETS, resolve
 from model.config import KV_AXES, ModelConfig, fingerprint
 from serve.arguments import (
     POOLS,
@@ -277,6 +277,9 @@ def _resolved(
     num_seqs = args.max_num_seqs or SchedulerConfig.max_num_seqs
     default_tokens = max(BATCHED_TOKENS_BY_DEVICE[device], num_seqs)
     scheduler = SchedulerConfig(num_seqs, args.max_num_batched_tokens or default_tokens)
+    # A prefill engine's sequences end with their first token.
+    told = args.speculative_config if name != Role.PREFILL.value else None
+    speculation = None if told is None else told.resolved
     engine = EngineConfig(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
@@ -295,20 +298,24 @@ def _resolved(
             enable_prefix_caching=args.enable_prefix_caching,
         ),
         scheduler=scheduler,
-        compilation=resolve(  # a rank's attention backend may still reduce it
-            CompilationConfig(**args.compilation),
-            StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
-            preset=PRESETS[name],
-            enforce_eager=args.enforce_eager,
-            device=device,
-            is_served=is_served,
-        ),
+        compilation=CompilationConfig(**args.compilation),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
-        overlap=args.overlap == "on" or (args.overlap == "auto" and device == "cuda"),
+        overlap=args.overlap == "on"
+        or (args.overlap == "auto" and device == "cuda" and speculation is None),
+        speculation=speculation,
         threads=args.threads_per_rank,
         watchdog_s=args.watchdog_s,
         log_format=args.log_format,
     )
+    resolved = resolve(  # a rank's attention backend may still reduce it
+        engine.compilation,
+        engine.step_limits,
+        preset=PRESETS[name],
+        enforce_eager=args.enforce_eager,
+        device=device,
+        is_served=is_served,
+    )
+    engine = replace(engine, compilation=resolved)
     check_names(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)

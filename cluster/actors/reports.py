@@ -286,6 +286,7 @@ _ENGINE_FIGURES = (
     *("scheduled_tokens_total", "padding_tokens_total", "prompt_tokens_computed_total"),
     *("votes_total", "dp_wait_seconds_total", "compilations_total", "late_compilations_total"),
     *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
     *("kv_transfers_total", "kv_transfer_failures_total", "rank_restarts_total"),
 )
 

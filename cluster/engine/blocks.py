@@ -208,6 +208,12 @@ class BlockManager:
         seq.block_table[start:stop] = [SCRATCH] * (stop - start)
         seq.num_dropped_blocks = stop
 
+    def give_back(self, seq: Sequence) -> None:
+        """Free the blocks behind the sequence's computed tokens: a wrong draft's."""
+        stop = self.num_blocks_for(seq.num_computed_tokens)
+        self._drop(reversed(seq.block_table[stop:]))
+        del seq.block_table[stop:]
+
     def free(self, seq: Sequence) -> None:
         self._drop(reversed(seq.block_table))
         seq.block_table.clear()

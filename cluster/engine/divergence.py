@@ -68,6 +68,7 @@ class StepDigester:
             num_seqs=plan.num_seqs,
             num_tokens=plan.num_tokens,
             num_decodes=plan.num_decodes,
+            num_drafting=plan.num_drafting,
             agreement=checksum(agreed),
             rows=checksum(plan.rows),
             num_computed=checksum(plan.num_computed),

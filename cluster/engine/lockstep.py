@@ -39,9 +39,6 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     advances = not is_end and all(vote.can_advance for vote in votes)
     has_work = advances or (not is_end and any(vote.has_work for vote in votes))
     kind = max(vote.kind for vote in votes)
-    # Ranks decode together only if all sequences of all ranks decode as many tokens.
-    if len({vote.max_query_len for vote in votes if vote.kind is StepKind.DECODE}) > 1:
-        kind = StepKind.MIXED
     scheduled = tuple([vote.num_tokens for vote in votes])
     mode, batch = decide(
         is_uniform_decode=kind is StepKind.DECODE,
@@ -50,6 +47,8 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
         query_len=max(vote.max_query_len for vote in votes),
         captured=captured,
     )
+    if kind is StepKind.DECODE and not batch.uniform_decode:
+        kind = StepKind.MIXED  # no graph holds the draft tokens of all ranks
     # Graphs need equal sizes, and so do steps in which all ranks decode; else each runs its own.
     if kind is StepKind.DECODE or mode is not CUDAGraphMode.NONE:
         across: tuple[int, ...] = (batch.num_tokens,) * len(votes)
@@ -151,8 +150,11 @@ class _Peer:
             raise StepDivergence(self.name, self.step, "confirms", 1, 0)
         if vote.kind is StepKind.DECODE:
             # What `decide` relies on.
-            wanted = vote.num_seqs * vote.max_query_len
-            self._check("num_tokens", wanted, vote.num_tokens, vote.step)
+            least = vote.num_seqs - 1 + vote.max_query_len
+            most = vote.num_seqs * vote.max_query_len
+            if not least <= vote.num_tokens <= most:
+                wanted = least if least == most else f"{least} to {most}"
+                raise StepDivergence(self.name, vote.step, "num_tokens", wanted, vote.num_tokens)
         self.step += 1
         self.has_to_confirm = True
         self.votes.append(vote)

@@ -11,9 +11,11 @@ The life of a request:
    its prompt is computed in chunks, next to the decodes of others, under one token budget.
 4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
    sequence that came last gives up its blocks and waits to be computed again (`_preempt`).
-5. `update` books what the step sampled. The sequence ends with a stop token or at its limit; on a
-   prefill engine it leaves its row after the first token and holds its blocks under a handoff
-   until a reader has them (`_hand_over`).
+   Where tokens are drafted (`drafter.py`), it runs with its last token and a draft, if there is
+   room and budget beside the other running ones.
+5. `update` books what the step sampled, of a draft as far as it was right. The sequence ends with
+   a stop token or at its limit; on a prefill engine it leaves its row after the first token and
+   holds its blocks under a handoff until a reader has them (`_hand_over`).
 6. `abort` ends it anywhere on this way, and `leave` has another engine go on with it.
 
 Steps may be scheduled one ahead (`schedule_ahead`): while a step is in flight the next one is
@@ -54,6 +56,7 @@ from cluster.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from cluster.engine.drafter import Drafter
     from cluster.grammar.masks import GrammarMasks  # whose library an engine may do without
 
 _ARRIVAL = attrgetter("arrival")
@@ -88,8 +91,10 @@ class Scheduler:
         handover: KVHandover | None = None,
         grammars: GrammarMasks | None = None,
         clock: Callable[[], float] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`grammars` None refuses requests with a grammar; `clock` tells how long they wait."""
+        """`grammars` None refuses requests with a grammar; `clock` tells how long they wait.
+        Without a `drafter` each step draws one token of a sequence."""
         self._is_prefill = limits.role is Role.PREFILL
         self.blocks = limits.blocks
         self._config = config
@@ -98,6 +103,7 @@ class Scheduler:
         self._clock = clock or (lambda: 0.0)
         self._limits = limits
         self._grammars = grammars
+        self._drafter = drafter
         self._step = 0
         self._num_arrivals = 0
         self._unfinished: dict[str, Sequence] = {}
@@ -118,6 +124,7 @@ class Scheduler:
         self._outputs: list[EngineOutput] = []
         self._prompt_tokens_computed = 0
         self._num_preemptions = 0
+        self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
 
     # --- requests come and go ---------------------------------------------------------------
 
@@ -238,34 +245,41 @@ class Scheduler:
         blocks, block_size = self.blocks, self.blocks.block_size
         for targets, found in zip(plan.prompt_targets, sampled.prompt_logprobs, strict=True):
             batch[targets.index].prompt_logprobs += found
-        drawn = 0
-        for seq, start, num_new, index in zip(
-            batch, plan.num_computed, plan.num_new, plan.output_index, strict=True
+        drawn = first = 0
+        for seq, start, num_new, num_drawn in zip(
+            batch, plan.num_computed, plan.num_new, plan.num_drawn, strict=True
         ):
-            has_drawn = index >= 0
+            has_drawn = num_drawn > 0
             # As `Batch.launch` noted it.
             seq.num_in_flight_tokens -= num_new
             seq.num_pending_tokens -= has_drawn
-            num_confirmed = seq.num_computed_tokens - seq.num_in_flight_tokens
             if start < seq.num_prompt_tokens:
                 end = min(start + num_new, seq.num_prompt_tokens)
                 self._prompt_tokens_computed += end - start
             if seq.status is RUNNING:
-                if num_confirmed // block_size > seq.num_committed_blocks:
+                has_failed = has_drawn and seq.matcher is not None and bool(seq.matcher.error)
+                new = sampled.token_ids[drawn : drawn + num_drawn * (not has_failed)]
+                if num_drawn > 1:
+                    new = self._accept(seq, plan.token_ids[first + 1 : first + num_new], new)
+                position = len(seq.token_ids) - seq.num_prompt_tokens
+                seq.token_ids += new
+                if seq.num_confirmed_tokens // block_size > seq.num_committed_blocks:
                     blocks.commit(seq)
                 if blocks.sliding_window is not None:
                     blocks.drop_outside_window(seq)
-                if has_drawn and seq.matcher is not None and seq.matcher.error:
+                if has_failed:
+                    assert seq.matcher is not None
                     outputs.append(seq.ended(FinishReason.ERROR, f"grammar: {seq.matcher.error}"))
                     self._end(seq, FinishReason.ERROR)
                     num_running -= 1
                 elif has_drawn:
-                    logprobs = sampled.logprobs[drawn] if sampled.logprobs else None
-                    outputs.append(self._append(seq, sampled.token_ids[drawn], logprobs))
+                    logprobs = sampled.logprobs[drawn : drawn + len(new)]
+                    outputs.append(self._output(seq, position, new, logprobs))
                     num_running -= seq.status is not RUNNING
             else:  # it has ended, and may have waited for this step
                 self._release(seq)
-            drawn += has_drawn
+            drawn += num_drawn
+            first += num_new
         assert drawn == len(sampled.token_ids), f"{drawn} sampled, found {len(sampled.token_ids)}"
         if num_running < len(self.running):
             self.running = [seq for seq in self.running if seq.status is RUNNING]
@@ -292,6 +306,9 @@ class Scheduler:
             num_free_blocks=self.blocks.num_free_blocks,
             prompt_tokens_computed=self._prompt_tokens_computed,
             num_preemptions=self._num_preemptions,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             prefix_queries=self.blocks.prefix_queries,
             prefix_hits=self.blocks.prefix_hits,
         )
@@ -404,6 +421,10 @@ class Scheduler:
                 i += 1
                 continue
             num_new = min(_num_uncomputed(seq), batch.budget)
+            draft: list[int] | None = None
+            if self._drafter is not None and num_new == 1:
+                draft = self._draft(self._drafter, seq, batch.budget - (len(running) - i))
+                num_new += len(draft)
             room = len(seq.block_table) * blocks.block_size - seq.num_computed_tokens
             if num_new > room:
                 num_new = self._grow(seq, num_new, batch)
@@ -411,9 +432,25 @@ class Scheduler:
                     # None came later, so reads or handoffs hold the rest. They end by
                     # themselves; giving up what is computed would gain nothing.
                     return False
-            batch.add(seq, num_new)
+            batch.add(seq, num_new, draft)
             i += 1
         return self._num_preemptions == num_preemptions
+
+    def _draft(self, drafter: Drafter, seq: Sequence, budget: int) -> list[int]:
+        """Draft up to `budget` tokens of a running sequence, fewer rather than taking blocks that
+        others may grow by, and none of one that leaves with its next token."""
+        if self._leaves(seq) or seq.num_tokens == seq.num_prompt_tokens:
+            return []
+        blocks = self.blocks
+        # The last token of a sequence is never computed.
+        most = min(drafter.most, budget, seq.max_total_len - seq.num_tokens - 1)
+        room = len(seq.block_table) * blocks.block_size - seq.num_computed_tokens - 1
+        if most > room and blocks.num_free_blocks < len(self.running) + blocks.num_blocks_for(most):
+            most = room
+        draft = drafter.propose(seq, most) if most > 0 else []
+        # Behind a stop token comes nothing, and to draw one takes no draft of it.
+        ends = (i for i, token in enumerate(draft) if token in seq.stop_token_ids)
+        return draft[: next(ends, len(draft))]
 
     def _may_end(self, seq: Sequence) -> bool:
         """Return whether a sequence leaves its row with its pending token, whatever that is."""
@@ -572,10 +609,25 @@ class Scheduler:
 
     # --- booking the result -----------------------------------------------------------------
 
-    def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        token_ids = seq.token_ids
-        position = len(token_ids) - seq.num_prompt_tokens
-        token_ids.append(token)
+    def _accept(self, seq: Sequence, draft: list[int], drawn: list[int]) -> list[int]:
+        """Return which of the tokens drawn behind a sequence's last one and behind its draft hold:
+        up to the first one that is not what was drafted. What was computed for others counts as not
+        computed."""
+        pairs = zip(draft, drawn, strict=False)
+        wrong = (i for i, (drafted, token) in enumerate(pairs) if drafted != token)
+        num_kept = 1 + next(wrong, len(draft))
+        self._num_drafts += 1
+        self._num_draft_tokens += len(draft)
+        self._num_accepted_tokens += num_kept - 1
+        seq.num_computed_tokens -= 1 + len(draft) - num_kept
+        self.blocks.give_back(seq)
+        return drawn[:num_kept]
+
+    def _output(
+        self, seq: Sequence, position: int, new: list[int], logprobs: list[TokenLogprobs | None]
+    ) -> EngineOutput:
+        """Return the output of a sequence's new tokens, the last of which may end it."""
+        token, num_tokens = new[-1], len(seq.token_ids)
         handoff: KVHandoff | None = None
         stop_token_id = -1
         prompt_logprobs = seq.prompt_logprobs
@@ -585,7 +637,7 @@ class Scheduler:
         if token in seq.stop_token_ids:
             stop_token_id = token
             self._end(seq, FinishReason.STOP)
-        elif len(token_ids) >= seq.max_total_len:
+        elif num_tokens >= seq.max_total_len:
             self._end(seq, FinishReason.LENGTH)
         elif self._leaves(seq) and not self._is_in_flight(seq):
             # If a step planned before it was to leave computes it still, it leaves after that.
@@ -596,8 +648,8 @@ class Scheduler:
         return EngineOutput(
             request_id=seq.request.request_id,
             position=position,
-            token_ids=[token],
-            logprobs=[] if logprobs is None else [logprobs],
+            token_ids=new,
+            logprobs=[each for each in logprobs if each is not None],
             finish_reason=seq.finish_reason,
             stop_token_id=stop_token_id,
             num_cached_tokens=seq.num_cached_tokens,
@@ -676,12 +728,11 @@ class _HeadNeed:
 def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence]) -> None:
     num_rows = 0
     rows: list[MaskedRow] = []
-    for seq, index in zip(sequences, plan.output_index, strict=True):
-        if index < 0:
-            continue
-        if seq.grammar is not None:
-            rows.append(seq.masked_row(num_rows))
-        num_rows += 1
+    drafts = {i: draft for i, _, draft in plan.drafts()}
+    for i, (seq, num_drawn) in enumerate(zip(sequences, plan.num_drawn, strict=True)):
+        if num_drawn and seq.grammar is not None:
+            rows.append(seq.masked_row(num_rows, drafts.get(i, [])))
+        num_rows += num_drawn
     if rows:
         grammars.fill(plan.step, num_rows, rows)
 

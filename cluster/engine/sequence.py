@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from cluster.grammar.matcher import CompiledGrammar, MaskedRow, Matcher
 from cluster.wire.messages import (
     PENDING,
@@ -82,6 +85,8 @@ class Sequence:
     row: int = -1
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""
+    history: tuple[npt.NDArray[np.int32], int] | None = None
+    """Of its tokens, so many: what a drafter looks for drafts in."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """As far as they are computed and not delivered."""
     grammar: CompiledGrammar | None = None
@@ -126,15 +131,16 @@ class Sequence:
         self.handoff = None
         self.status = SequenceStatus.WAITING
 
-    def masked_row(self, index: int) -> MaskedRow:
-        """Return what fills its next token's mask; the matcher counts the tokens as given."""
+    def masked_row(self, index: int, draft: list[int]) -> MaskedRow:
+        """Return what fills the masks of its next token and of those behind a draft; the matcher
+        counts its tokens as given."""
         grammar = self.request.sampling.grammar
         assert grammar is not None and self.grammar is not None
         if self.matcher is None:
             self.matcher = self.grammar.start(grammar.end_token_ids)
         new = self.token_ids[self.num_prompt_tokens + self.matcher.num_tokens :]
         self.matcher.num_tokens += len(new)
-        return MaskedRow(index, self.matcher, new)
+        return MaskedRow(index, self.matcher, new, draft)
 
     def ended(self, reason: FinishReason, error: str) -> EngineOutput:
         return EngineOutput.ended(
@@ -150,36 +156,46 @@ class Sequence:
 class Batch:
     """The sequences of one step with how many tokens each computes. Invariant: `budget` is what is
     left of the step's tokens; sequences with a single new token come first in the plan, so that
-    ranks find all decodes together."""
+    ranks find all decodes together, and behind them those that check drafts."""
 
     budget: int
     new_blocks: list[NewBlocks] = field(default_factory=list)
     singles: list[Sequence] = field(default_factory=list)
+    drafting: list[Sequence] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    """Of each that drafts, what may come behind its last token; never empty."""
     chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     """In the plan's order; filled in by `launch`."""
     has_grammars: bool = False
 
-    def add(self, seq: Sequence, num_new: int) -> None:
+    def add(self, seq: Sequence, num_new: int, draft: list[int] | None = None) -> None:
+        """Take a sequence with so many tokens in; with a draft, the last ones are that."""
         self.budget -= num_new
         if seq.grammar is not None:
             self.has_grammars = True
         if num_new == 1:
             self.singles.append(seq)
+        elif draft:
+            self.drafting.append(seq)
+            self.drafts.append(draft)
         else:
             self.chunks.append(seq)
             self.chunk_sizes.append(num_new)
 
     def launch(self, epoch: int, step: int) -> StepPlan:
         """Return the plan, and note in each sequence what the step computes of it."""
-        sequences = self.sequences = self.singles + self.chunks
+        sequences = self.sequences = self.singles + self.drafting + self.chunks
         num_computed = [seq.num_computed_tokens for seq in sequences]
-        num_new = [1] * len(self.singles) + self.chunk_sizes
+        num_new = [1] * len(self.singles) + [1 + len(draft) for draft in self.drafts]
+        num_new += self.chunk_sizes
         token_ids = [
             PENDING if seq.num_pending_tokens else seq.token_ids[seq.num_computed_tokens]
             for seq in self.singles
         ]
+        for seq, draft in zip(self.drafting, self.drafts, strict=True):
+            token_ids += [seq.token_ids[-1], *draft]
         for seq, size in zip(self.chunks, self.chunk_sizes, strict=True):
             start = seq.num_computed_tokens
             token_ids += seq.token_ids[start : start + size]
@@ -196,7 +212,7 @@ class Batch:
             if start + 1 < seq.num_prompt_tokens and seq.wants_prompt_logprobs:
                 prompt_targets.append(_prompt_targets(len(rows), seq, start, new))
             total = len(seq.token_ids) + seq.num_pending_tokens
-            draws = start + new == total
+            draws = start + new >= total  # more: with a draft
             rows.append(seq.row)
             output_index.append(total - seq.num_prompt_tokens if draws else -1)
             seq.num_computed_tokens += new
@@ -216,6 +232,7 @@ class Batch:
             output_index=output_index,
             token_ids=token_ids,
             num_decodes=len(self.singles),
+            num_drafting=len(self.drafting),
             prompt_targets=prompt_targets,
         )
 

@@ -81,8 +81,7 @@ class StepStats:
         self.last_step = agreed.step
         num_tokens, kind = plan.num_tokens, StepKind.NOTHING
         if num_tokens:
-            is_decode = plan.num_decodes == plan.num_seqs
-            kind = StepKind.DECODE if is_decode else StepKind.MIXED
+            kind = StepKind.DECODE if plan.is_decode else StepKind.MIXED
         self._kinds[agreed.step] = kind
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:

@@ -162,7 +162,7 @@ class MaskFiller:
         by_ends: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
             row.matcher.note_error()
-            by_ends.setdefault(row.matcher.end_token_ids, []).append(row.index)
+            by_ends.setdefault(row.matcher.end_token_ids, []).extend(row.indices)
         for end_token_ids, indices in by_ends.items():
             self._vocabulary.move_ends(masks, indices, end_token_ids)
         return masks
@@ -173,12 +173,13 @@ class MaskFiller:
         for row in rows:
             row.matcher.feed(row.token_ids)
         num_rows, num_words = masks.shape
-        self._executor.unsafe_compute_mask_ptr(
-            [(row.matcher.state, row.index) for row in rows],
-            masks.ctypes.data,
-            4 * num_words,
-            num_rows,
-        )
+        where = (masks.ctypes.data, 4 * num_words, num_rows)
+        plain = [(row.matcher.state, row.index) for row in rows if not row.draft]
+        drafting = [(row.matcher.state, row.index, row.draft) for row in rows if row.draft]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if drafting:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafting, *where)
 
     def _fill_one(self, masks: Masks, row: MaskedRow, costly_s: float) -> float:
         """Fill a row and return by how much it took longer than `COSTLY_MASK_S` of a processor;
@@ -189,10 +190,23 @@ class MaskFiller:
             return 0.0
         began = time.thread_time()
         matcher.feed(row.token_ids)
-        matcher.state.unsafe_compute_mask_ptr(masks[row.index].ctypes.data, 4 * masks.shape[1])
+        _fill_row(masks, row)
         beyond_s = time.thread_time() - began - COSTLY_MASK_S
         grammar.costly_s = max(0.0, grammar.costly_s + beyond_s)
         if beyond_s > 0 and max(grammar.costly_s, costly_s + beyond_s) > MAX_COSTLY_S:
             grammar.is_costly = True
             matcher.fail(TOO_COSTLY)
         return max(0.0, beyond_s)
+
+
+def _fill_row(masks: Masks, row: MaskedRow) -> None:
+    """Fill the masks of a matcher's next token and of those behind its draft, as far as that may
+    be, and leave the matcher where it was."""
+    state, num_drafted = row.matcher.state, 0
+    for index, token in zip(row.indices, [*row.draft, None], strict=True):
+        state.unsafe_compute_mask_ptr(masks[index].ctypes.data, 4 * masks.shape[1])
+        if token is None or not state.try_consume_tokens([token]):
+            break
+        num_drafted += 1
+    if num_drafted:
+        state.rollback(num_drafted)

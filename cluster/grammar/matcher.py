@@ -37,6 +37,12 @@ class MaskedRow:
     matcher: Matcher
     token_ids: list[int]
     """Output tokens that the matcher was not given yet."""
+    draft: list[int]
+    """What may come behind them: each has a row of its own, behind this one."""
+
+    @property
+    def indices(self) -> range:
+        return range(self.index, self.index + 1 + len(self.draft))
 
 
 class CompiledGrammar:

@@ -79,6 +79,9 @@ METRICS = (
     _counter("prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Tokens found in the prefix cache."),
     _counter("num_preemptions_total", "Sequences that gave up their blocks for others."),
+    _counter("spec_decode_num_drafts_total", "Drafts of next tokens that steps have checked."),
+    _counter("spec_decode_num_draft_tokens_total", "Tokens of these drafts."),
+    _counter("spec_decode_num_accepted_tokens_total", "Those of them that were what was drawn."),
     _counter("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
     _counter("prompt_tokens_cached_total", "Those of them found in the prefix cache."),
     _counter("generation_tokens_total", "Tokens that clients were sent."),
@@ -238,6 +241,10 @@ class SchedulerStats:
     num_preemptions: int = field(default=0, metadata=IN_METRICS_ALONE)
     prefix_queries: int = field(default=0, metadata=IN_METRICS_ALONE)
     prefix_hits: int = field(default=0, metadata=IN_METRICS_ALONE)
+    num_drafts: int = field(default=0, metadata=IN_METRICS_ALONE)
+    """Drafts that a step has checked, of one or more tokens each."""
+    num_draft_tokens: int = field(default=0, metadata=IN_METRICS_ALONE)
+    num_accepted_tokens: int = field(default=0, metadata=IN_METRICS_ALONE)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from compile.errors import FieldError
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.pieces.diagnose import GraphBreakError, TraceError
 from compile.pieces.split import PieceInvariantError
-from compile.resolve import PRESETS, StepLimits, resolve
+from compile.resolve import PRESETS, resolve
 from compile.scope import CompileScope
 from model.config import ModelConfig
 from model.kernels.cpu.packed_linear import can_pack
@@ -50,10 +50,9 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
         log.warning(
             "device: this machine cannot build what Triton has not cached: it lacks %s", missing
         )
-    limits = config.scheduler
     resolved = resolve(
         config.compilation,
-        StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens),
+        config.step_limits,
         preset=PRESETS[config.role.value],
         enforce_eager=not _can_compile(config, group),
         attention=ATTENTION,
@@ -67,7 +66,7 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
         key_factors=_key_factors(config, group.shard),
         pools=pools,
         progress=None if progress is None else partial(progress, "compiling"),
-        max_num_tokens=limits.max_num_batched_tokens,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
         exchange=context.exchange,
     )
 

@@ -69,9 +69,9 @@ class Scored(NamedTuple):
     that do not sample, and written again by the next step."""
 
     logits: torch.Tensor | None
-    """float32 [graph_bs, V]"""
+    """float32 [T, V]"""
     likeliest: torch.Tensor | None
-    """int64 [graph_bs]"""
+    """int64 [T]"""
 
 
 class StepOutput(NamedTuple):
@@ -264,7 +264,7 @@ class StepForward:
             progress("measuring the largest step", 0, 1)
         hidden = self._run_padding(max_num_tokens, 1)
         self._score_costliest(hidden[:MAX_SCORED_ROWS])
-        self._sample_costliest(hidden[: self._inputs.max_num_seqs])
+        self._sample_costliest(hidden[: self._inputs.max_num_sampled])
         self._synchronize()
         if not is_on_cuda:
             return 0
@@ -344,16 +344,20 @@ class StepForward:
         report = self.report = joined(self._reports)
         return CapturedGraphs(
             self.config.graph_mode,
-            report.batch_sizes,
-            report.token_counts,
-            report.mixed,
+            batch_sizes=report.batch_sizes,
+            draft_batch_sizes=report.draft_batch_sizes,
+            query_len=self._inputs.query_len,
+            token_counts=report.token_counts,
+            mixed=report.mixed,
             enable_padding=self.config.enable_padding,
         )
 
     def _cases(self) -> list[CaptureCase]:
         return [
             CaptureCase(mode, key, partial(self._capture_context, key))
-            for mode, key in graphs_to_capture(self.config, self._inputs.max_num_seqs)
+            for mode, key in graphs_to_capture(
+                self.config, self._inputs.max_num_seqs, self._inputs.query_len
+            )
         ]
 
     def _capture_context(self, key: BatchDescriptor) -> ForwardContext:
@@ -378,13 +382,13 @@ class StepForward:
         return self._group.all_reduce_min(f"free/{self._num_asked}", free) >= needed
 
     def _score_rows(self, hidden: torch.Tensor) -> Scored:
-        """hidden: [graph_bs, E]"""
+        """hidden: [T, E]"""
         logits = self._model.compute_logits(hidden)
         return Scored(logits, None if logits is None else likeliest(logits))
 
     def _padding(self, key: BatchDescriptor) -> StepBatch:
         """Return a batch of a graph's size; equal keys lie at equal addresses."""
-        is_mixed = key.num_seqs is not None and not key.uniform_decode
+        is_mixed = key.num_seqs is not None and key.has_chunks
         return self._inputs.dummy(key.num_tokens, key.num_seqs or 1, is_mixed=is_mixed)
 
     def _synchronize(self) -> None:
@@ -468,7 +472,8 @@ class StepForward:
             attn_metadata=batch.attention,
             kv_cache_data=self._kv_cache_data,
             context=Context(
-                is_prefill=batch.attention.num_decodes < padded,
+                is_prefill=batch.attention.num_decodes < padded
+                and not (key is not None and key.uniform_decode),
                 is_dummy_run=is_dummy_run,
                 batch_size=num_seqs,
                 graph_bs=padded,

@@ -4,7 +4,7 @@ A row of the batch keeps state between steps (its block table and its sampling p
 a plan carries only what is new. A graph that was captured on the buffers can be replayed on any
 plan.
 
-Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table.
+Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table, N sampled tokens.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class StepInputs:
     def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         max_blocks_per_seq = config.max_blocks_per_seq
+        self.query_len = config.query_len
+        num_sampled = self.max_num_sampled = min(rows * self.query_len, tokens)
         self._is_overlapped = config.overlap
         # A step may be built while the one before is in flight.
         num_steps = 2 if config.overlap else 1
@@ -130,19 +132,19 @@ class StepInputs:
         self._positions = StaticBuffer((tokens,), torch.int64, self._of_positions)
         # In the order of their lengths, so that few bytes lie between what a decode step fills.
         step = self._of_step
-        self._rules = RowRulesTables(rows, tokens, vocab_size, step)
+        self._rules = RowRulesTables(rows, tokens, num_sampled, vocab_size, step)
         self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, step)
         self._seq_lens = StaticBuffer((rows,), torch.int32, step)
-        self._logits_index = StaticBuffer((rows,), torch.int64, step)
-        self._uniform = StaticBuffer((rows,), torch.float64, step)
-        self._sampled_index = StaticBuffer((rows,), torch.int64, step)
+        self._logits_index = StaticBuffer((num_sampled,), torch.int64, step)
+        self._uniform = StaticBuffer((num_sampled,), torch.float64, step)
+        self._sampled_index = StaticBuffer((num_sampled,), torch.int64, step)
         self._pending = StaticBuffer((rows, 2), torch.int64, step)
         self._slot_mapping = StaticBuffer((tokens,), torch.int64, step)
         self._block_table = StaticTable(rows, max_blocks_per_seq, torch.int32, step)
-        self._temperature = StaticBuffer((rows,), torch.float32, self._of_sampled)
-        self._top_k = StaticBuffer((rows,), torch.int64, self._of_sampled)
-        self._top_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
-        self._min_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
+        self._temperature = StaticBuffer((num_sampled,), torch.float32, self._of_sampled)
+        self._top_k = StaticBuffer((num_sampled,), torch.int64, self._of_sampled)
+        self._top_p = StaticBuffer((num_sampled,), torch.float32, self._of_sampled)
+        self._min_p = StaticBuffer((num_sampled,), torch.float32, self._of_sampled)
         for staging in stagings:
             staging.allocate()
         self._blocks = self._block_table.first_columns(1)
@@ -183,13 +185,12 @@ class StepInputs:
         pending = self._stage_pending(plan, rows) if self._is_overlapped else None
         counted: Counted | None = None
         if self._rules.num_rows:
-            positions = self._positions.host[: plan.num_tokens]
-            counted = self._rules.stage_counted(rows, plan.num_new, positions)
-        sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
-        num_sampled = len(sampled)
-        self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
-        self._sampled_index.host[:num_sampled] = rows[sampled]
-        sampling, wants_logprobs = self._sampling(plan.output_index, rows, sampled)
+            counted = self._rules.stage_counted(plan, rows, self._positions.host[: plan.num_tokens])
+        sampled, from_end, positions = _sampled_tokens(plan)
+        num_sampled, sampled_rows = len(sampled), rows[sampled]
+        self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - from_end
+        self._sampled_index.host[:num_sampled] = sampled_rows
+        sampling, wants_logprobs = self._sampling(sampled_rows, positions, plan)
         staged = self._stage(num_decodes, num_tokens, num_seqs, num_sampled)
         batch = StepBatch(*staged, sampling, wants_logprobs)
         if pending is not None:
@@ -243,7 +244,7 @@ class StepInputs:
         self._blocks = self._block_table.first_columns(1)
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)
-        sampling, wants_logprobs = self._sampling([], nothing, nothing)
+        sampling, wants_logprobs = self._sampling(nothing, nothing)
         staged = self._stage(num_seqs if is_decode else 0, num_tokens, num_seqs, 0)
         return StepBatch(*staged, sampling, wants_logprobs)
 
@@ -305,18 +306,19 @@ class StepInputs:
         return self._staged
 
     def _sampling(
-        self, output_index: list[int], rows: np.ndarray, sampled: np.ndarray
+        self, rows: np.ndarray, positions: np.ndarray, plan: StepPlan | None = None
     ) -> tuple[SamplingTensors, list[int]]:
-        """Return how the sampled sequences are sampled, and how many logprobs each wants."""
-        rows = rows[sampled]
+        """Return how tokens of these rows and output positions are sampled, and how many logprobs
+        each wants. rows, positions: int64 [N]."""
         known = self._sampled
         if known is None or known.rows != rows.tobytes():
             known = self._sampled_rows(rows)
             # Buffers hold the last rows that were written: none leave them as they are.
             self._sampled = known if len(rows) else self._sampled
         sampling = known.sampling
-        positions = np.array(output_index, dtype=np.int64)[sampled]
-        adjustments = self._rules.adjustments(rows, positions) if self._rules.num_rows else None
+        adjustments = None
+        if self._rules.num_rows:
+            adjustments = self._rules.adjustments(rows, positions, plan)
         if not sampling.all_greedy:
             self._uniform.host[: len(rows)] = draw_uniform(self._row_seed[rows], positions)
             uniform = self._uniform.stage(len(rows))
@@ -347,3 +349,16 @@ class StepInputs:
             adjustments=None,
         )
         return _SampledRows(rows.tobytes(), sampling, self._row_num_logprobs[rows].tolist())
+
+
+def _sampled_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray | int, np.ndarray]:
+    """Return of each token that is sampled its sequence, which one it is of the sequence's tokens,
+    counted from their end, and its output position: int64 [N] each."""
+    output_index = np.array(plan.output_index, dtype=np.int64)
+    if not plan.num_drafting:
+        sampled = np.flatnonzero(output_index >= 0)
+        return sampled, 1, output_index[sampled]
+    num_drawn = np.array(plan.num_drawn, dtype=np.int64)
+    sampled = np.repeat(np.arange(plan.num_seqs), num_drawn)
+    from_end = np.cumsum(num_drawn)[sampled] - np.arange(len(sampled))
+    return sampled, from_end, output_index[sampled] + num_drawn[sampled] - from_end

@@ -30,6 +30,7 @@ import zmq
 from cluster.config import EngineConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
+from cluster.engine.drafter import NgramDrafter
 from cluster.engine.engine import Channel, Engine, Lockstep, OverlappedEngine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
@@ -164,6 +165,9 @@ class Leader(Rank):
             ("num_preemptions_total",): scheduled.num_preemptions,
             ("prefix_cache_queries_total",): scheduled.prefix_queries,
             ("prefix_cache_hits_total",): scheduled.prefix_hits,
+            ("spec_decode_num_drafts_total",): scheduled.num_drafts,
+            ("spec_decode_num_draft_tokens_total",): scheduled.num_draft_tokens,
+            ("spec_decode_num_accepted_tokens_total",): scheduled.num_accepted_tokens,
             ("prompt_tokens_computed_total",): scheduled.prompt_tokens_computed,
             **self.runner.step_stats.counts(),
             **super().counts(),
@@ -314,6 +318,7 @@ def assemble_engine(
         handover=handover,
         grammars=runner.grammars,
         clock=time.monotonic,
+        drafter=None if config.speculation is None else NgramDrafter(config.speculation),
     )
     loop = OverlappedEngine if config.overlap else Engine
     return loop(scheduler, lockstep or AloneLockstep(runner.switch), channel, runner)

@@ -2,9 +2,10 @@
 
 A row is admitted with the tokens that are computed already, each plan brings those that it
 computes, and before a token is drawn both are counted: after a pre-emption, a resume elsewhere or a
-handoff the counts are those of an uninterrupted run. Tables are allocated when the first row wants
-them. Stop tokens outside of the vocabulary are left out: an index outside of a table would end the
-rank.
+handoff the counts are those of an uninterrupted run. What a draft says counts for the draws behind
+it alone, until the row's next plan shows how much of it was right. Tables are allocated when the
+first row wants them. Stop tokens outside of the vocabulary are left out: an index outside of a
+table would end the rank.
 
 Shapes: R rows, V vocabulary, B sampled rows, T tokens of a step.
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
-from cluster.wire.messages import LogitRules, RowAdmission, RowRules
+from cluster.wire.messages import LogitRules, RowAdmission, RowRules, StepPlan
 from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
@@ -31,16 +33,22 @@ class Counted:
     """int64 [C, 2]: where in the step each lies, and its row."""
     num_output: int
     """The first ones are output, the others prompt."""
+    accepted: list[tuple[int, int]]
+    """Rows and their tokens of earlier drafts that were right."""
 
 
 class RowRulesTables:
     """Logit rules of all rows. Invariant: a row without a rule has bias 0, no stop tokens to mask
     and penalties that change nothing; only rows with penalties have true counts."""
 
-    def __init__(self, rows: int, tokens: int, vocab_size: int, staging: Staging) -> None:
+    def __init__(
+        self, rows: int, tokens: int, num_sampled: int, vocab_size: int, staging: Staging
+    ) -> None:
         self._shape = (rows, vocab_size)
         self._device = staging.device
         self.num_rows = 0
+        self._drafts: dict[int, tuple[int, list[int]]] = {}
+        """By row with penalties: where the draft of its last step began, and what it said."""
         self._has_rules = np.zeros(rows, dtype=bool)
         self._has_bias = np.zeros(rows, dtype=bool)
         self._has_penalties = np.zeros(rows, dtype=bool)
@@ -53,9 +61,9 @@ class RowRulesTables:
         self._is_in_prompt: torch.Tensor | None = None
         # The longest first: what the others fill then lies close to what follows them.
         self._counted = StaticBuffer((tokens, 2), torch.int64, staging)
-        self._rows = StaticBuffer((rows,), torch.int64, staging)
-        self._is_before_min = StaticBuffer((rows,), torch.bool, staging)
-        self._penalties = StaticBuffer((rows, 3), torch.float32, staging)
+        self._rows = StaticBuffer((num_sampled,), torch.int64, staging)
+        self._is_before_min = StaticBuffer((num_sampled,), torch.bool, staging)
+        self._penalties = StaticBuffer((num_sampled, 3), torch.float32, staging)
 
     def admit(self, admission: RowAdmission) -> None:
         row, found = admission.row, admission.rules
@@ -75,32 +83,50 @@ class RowRulesTables:
         if rules.has_penalties:
             self._set_penalties(row, found)
 
-    def stage_counted(self, rows: Ints, num_new: list[int], positions: Ints) -> Counted | None:
+    def stage_counted(self, plan: StepPlan, rows: Ints, positions: Ints) -> Counted | None:
         """Stage which tokens of a step `count` counts: those in rows with penalties.
 
-        rows, num_new: [S]; positions: [T], of the tokens in their sequences.
+        rows: [S], the plan's; positions: [T], of the tokens in their sequences.
         """
         if not self._has_penalties[rows].any():
             return None
-        token_rows = rows if len(rows) == len(positions) else np.repeat(rows, num_new)
-        index = np.flatnonzero(self._has_penalties[token_rows])
+        token_rows = rows if len(rows) == len(positions) else np.repeat(rows, plan.num_new)
+        is_counted = self._has_penalties[token_rows]
+        accepted = self._take_accepted(plan) if self._drafts else []
+        for i, place, draft in plan.drafts():
+            is_counted[place : place + len(draft)] = False
+            if self._has_penalties[row := plan.rows[i]]:
+                self._drafts[row] = plan.num_computed[i] + 1, draft
+        index = np.flatnonzero(is_counted)
         is_output = positions[index] >= self._num_prompt[token_rows[index]]
         # Output first: then each kind is one stretch of the buffer.
         index = np.concatenate((index[is_output], index[~is_output]))
         num_counted, num_output = len(index), int(is_output.sum())
         self._counted.host[:num_counted, 0] = index
         self._counted.host[:num_counted, 1] = token_rows[index]
-        return Counted(self._counted.stage(num_counted), num_output)
+        return Counted(self._counted.stage(num_counted), num_output, accepted)
+
+    def _take_accepted(self, plan: StepPlan) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for row, num_computed in zip(plan.rows, plan.num_computed, strict=True):
+            start, draft = self._drafts.pop(row, (0, []))
+            found += [(row, token) for token in draft[: num_computed - start]]
+        return found
 
     def count(self, counted: Counted, input_ids: torch.Tensor) -> None:
         """Count what was staged and uploaded. input_ids: [T], on the device."""
         index, rows = counted.places.unbind(1)
         self._book(rows, input_ids[index], counted.num_output)
+        if counted.accepted:
+            rows, token_ids = self._pairs(counted.accepted).unbind(1)
+            self._book(rows, token_ids, len(counted.accepted))
 
-    def adjustments(self, rows: Ints, output_index: Ints) -> Adjustments | None:
+    def adjustments(
+        self, rows: Ints, output_index: Ints, plan: StepPlan | None = None
+    ) -> Adjustments | None:
         """Stage and return what the sampled rows want done; None if none of them wants anything.
 
-        rows, output_index: [B]
+        rows, output_index: [B], of the plan's sampled tokens
         """
         if not self._has_rules[rows].any():
             return None
@@ -114,19 +140,40 @@ class RowRulesTables:
             bias=self._bias if self._has_bias[rows].any() else None,
             is_stop=self._is_stop if has_masked else None,
             is_before_min_tokens=self._is_before_min.stage(num) if has_masked else None,
-            penalties=self._row_batch_penalties(rows),
+            penalties=self._row_batch_penalties(rows, plan),
         )
 
-    def _row_batch_penalties(self, rows: Ints) -> Penalties | None:
+    def _row_batch_penalties(self, rows: Ints, plan: StepPlan | None) -> Penalties | None:
         if not self._has_penalties[rows].any():
             return None
         assert self._counts is not None and self._is_in_prompt is not None
         self._penalties.host[: len(rows)] = self._row_penalties[rows]
         presence, frequency, repetition = self._penalties.stage(len(rows)).unbind(1)
-        return Penalties(presence, frequency, repetition, self._counts, self._is_in_prompt)
+        drafted = [] if plan is None else self._before_draws(plan)
+        return Penalties(
+            *(presence, frequency, repetition, self._counts, self._is_in_prompt),
+            drafted=self._pairs(drafted) if drafted else None,
+        )
+
+    def _before_draws(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Return the draft tokens before each token that is sampled, by its place among those."""
+        if not plan.num_drafting:
+            return []
+        starts = [0, *accumulate(plan.num_drawn)]
+        return [
+            (starts[i] + n, token)
+            for i, _, draft in plan.drafts()
+            if self._has_penalties[plan.rows[i]]
+            for n in range(1, len(draft) + 1)
+            for token in draft[:n]
+        ]
+
+    def _pairs(self, pairs: list[tuple[int, int]]) -> torch.Tensor:
+        return upload_array(np.array(pairs, dtype=np.int64), self._device)
 
     def _clear(self, row: int) -> None:
         self.num_rows -= 1
+        self._drafts.pop(row, None)
         if self._bias is not None and self._has_bias[row]:
             self._bias[row].zero_()
         for flags in (self._has_rules, self._has_bias, self._has_penalties):

@@ -246,7 +246,7 @@ class ModelRunner:
         if logits is None or likeliest is None:
             return None, None
         num_sampled = len(batch.wants_logprobs)
-        has_all = num_sampled == plan.num_seqs
+        has_all = num_sampled == plan.num_tokens
         # The tokens are copied: an overlapped step replays the graph before they are read.
         known = likeliest[batch.logits_index]
         return (logits[:num_sampled] if has_all else logits[batch.logits_index]), known
@@ -256,7 +256,7 @@ class ModelRunner:
         num_tokens = agreed.num_tokens_across_dp[self._dp_rank]
         num_seqs = agreed.batch.num_seqs or max(plan.num_seqs, 1)
         is_full = agreed.mode == CUDAGraphMode.FULL.value
-        is_mixed = is_full and not agreed.batch.uniform_decode
+        is_mixed = is_full and agreed.batch.has_chunks
         if not plan.num_seqs:
             return self.inputs.dummy(num_tokens, num_seqs, is_mixed=is_mixed)
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)

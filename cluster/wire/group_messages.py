@@ -30,6 +30,7 @@ class StepDigest(Wire, frozen=True):
     num_seqs: int
     num_tokens: int
     num_decodes: int
+    num_drafting: int
     agreement: int
     rows: int
     num_computed: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import zlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
@@ -416,7 +416,7 @@ class StepKind(enum.IntEnum):
 
     NOTHING = 0
     DECODE = 1
-    """All decode, as many tokens each."""
+    """All decode, a token each and a draft of others."""
     MIXED = 2
     """Some compute a prompt, or what was computed before they were pre-empted."""
 
@@ -474,12 +474,14 @@ PENDING = -1
 class StepPlan(Wire, frozen=True):
     """One step's batch: everything that a rank needs besides its own rows' state.
 
-    S sequences, T tokens. Sequences with a single new token come first (`num_decodes` of them).
+    S sequences, T tokens. Sequences with a single new token come first (`num_decodes` of them),
+    then those with their last token and a draft of those behind it (`num_drafting`).
 
     Invariant: rows, num_computed, num_new, output_index have length S = `num_seqs`; token_ids has
     length T = `num_tokens` = sum(num_new); neither counts padding. output_index[i] is the output
-    position that sequence i samples in this step, or -1 if its prompt is not finished. Only a
-    decode's token may be `PENDING`: it is the last one that its row drew.
+    position that sequence i samples in this step, or -1 if its prompt is not finished; one that
+    drafts samples from there on, behind each of its tokens. Only a decode's token may be `PENDING`:
+    it is the last one that its row drew.
     """
 
     epoch: int
@@ -494,11 +496,32 @@ class StepPlan(Wire, frozen=True):
     output_index: list[int]
     token_ids: list[int]
     num_decodes: int
+    num_drafting: int
     prompt_targets: list[PromptTargets]
+
+    @property
+    def num_drawn(self) -> list[int]:
+        """How many tokens each sequence samples: [S]."""
+        drawn = [int(index >= 0) for index in self.output_index]
+        drafting = slice(self.num_decodes, self.num_decodes + self.num_drafting)
+        drawn[drafting] = self.num_new[drafting]
+        return drawn
+
+    def drafts(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield of each sequence that drafts its index, where its draft stands among the tokens,
+        and the draft."""
+        end = self.num_decodes
+        for i in range(self.num_decodes, self.num_decodes + self.num_drafting):
+            start, end = end + 1, end + self.num_new[i]
+            yield i, start, self.token_ids[start:end]
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_decodes + self.num_drafting == self.num_seqs
 
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
         num_seqs, has_work = self.num_seqs, self.num_seqs > 0
-        kind = StepKind.DECODE if self.num_decodes == num_seqs else StepKind.MIXED
+        kind = StepKind.DECODE if self.is_decode else StepKind.MIXED
         return Vote(
             epoch=self.epoch,
             step=self.step,
@@ -514,7 +537,8 @@ class StepPlan(Wire, frozen=True):
 
 
 class SampledTokens(Wire, frozen=True):
-    """The tokens that a step drew, one per sequence with an output index, in batch order.
+    """The tokens that a step drew, in batch order: one per sequence with an output index, and if it
+    drafts one behind each of its tokens, drawn as if the draft before it were right.
     `logprobs` is empty, or aligned with `token_ids` (None if not asked for); `prompt_logprobs` is
     aligned with the plan's `prompt_targets`."""
 

@@ -110,11 +110,15 @@ def _warn_once(line: str) -> None:
         logger.warning(line)
 
 
-def graphs_to_capture(config: CompilationConfig, max_num_seqs: int) -> list[Graph]:
-    """Return the graphs that a resolved configuration replays, in capture order."""
+def graphs_to_capture(
+    config: CompilationConfig, max_num_seqs: int, query_len: int = 1
+) -> list[Graph]:
+    """Return the graphs that a resolved configuration replays, in capture order. Decode steps have
+    one of one token a sequence for each batch size, and one of `query_len` if that is more."""
     mode, sizes, full = config.graph_mode, config.capture_num_tokens or (), []
     if mode.decode_mode() is CUDAGraphMode.FULL:
-        full += [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
+        lengths = {1, query_len}
+        full += [BatchDescriptor(bs * n, bs, True) for bs in config.graph_bs for n in lengths]
     if mode.mixed_mode() is CUDAGraphMode.FULL:
         full += [BatchDescriptor(n, min(n, max_num_seqs), False) for n in sizes]
     graphs = [(CUDAGraphMode.FULL, key) for key in full]
@@ -151,7 +155,12 @@ class CaptureReport:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        return tuple(key.num_seqs or 0 for _, key in self.captured if key.uniform_decode)
+        return tuple(key.num_tokens for _, key in self.captured if not key.has_chunks)
+
+    @property
+    def draft_batch_sizes(self) -> tuple[int, ...]:
+        drafting = [key for _, key in self.captured if key.uniform_decode and key.has_chunks]
+        return tuple(key.num_seqs or 0 for key in drafting)
 
     @property
     def mixed(self) -> tuple[BatchDescriptor, ...]:

@@ -150,6 +150,7 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
         output_index=[computed] * batch,
         token_ids=[(7 + computed + row) % 512 for row in range(batch)],
         num_decodes=batch,
+        num_drafting=0,
         prompt_targets=[],
     )
 

@@ -179,6 +179,7 @@ def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> Ste
         output_index=[computed] * size,
         token_ids=[(7 * row + i + computed) % 512 for row in rows for i in range(new)],
         num_decodes=size if new == 1 else 0,
+        num_drafting=0,
         prompt_targets=[],
     )
 

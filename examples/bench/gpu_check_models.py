@@ -221,6 +221,7 @@ def part_runner(at: Setting) -> Iterator[Row]:
             output_index=[step] * num_seqs,
             token_ids=[token for row in wanted for token in row[done : done + new]],
             num_decodes=num_seqs if step else 0,
+            num_drafting=0,
             prompt_targets=[],
         )
         drawn = runner.execute(plan, AloneLockstep().agree(plan.vote())).token_ids

@@ -4,7 +4,7 @@ CPU without C++ kernels computes.
 What a masked position holds is multiplied by zero, which does not silence a NaN. So two invariants
 keep one sequence's values out of another's output, whatever they are: the scratch block is zero,
 and so is every slot behind the last token of a sequence, because writing a block's first slot
-clears it.
+clears it; or it holds what the same sequence's draft left there.
 
 Each call copies the keys and values that it attends to into memory of its own. Kernels copy
 nothing.

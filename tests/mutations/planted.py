@@ -24,6 +24,7 @@ REPLAYED_IN_PIECES = (
     "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O3_PIECEWISE]"
 )
 FORWARD = "tests/cluster/rank/test_forward.py"
+MATRIX_DRAFTS = "tests/cluster/parity/test_matrix.py::test_row[six_heads-drafted-3_drafts]"
 TRACES = "tests/cluster/engine/test_random_traces.py"
 AHEAD = "tests/serve/test_llm_overlap.py"
 WIRED = "tests/serve/test_wired.py"
@@ -264,6 +265,42 @@ MUTATIONS = (
             )
         },
         (f"{FORWARD}::test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone",),
+    ),
+    Mutation(
+        "Every token that was drawn behind a draft is kept (T05).",
+        "cluster/engine/scheduler.py",
+        {"num_kept = 1 + next(wrong, len(draft))": "num_kept = 1 + len(draft)"},
+        ("tests/cluster/engine/test_random_traces.py", MATRIX_DRAFTS),
+    ),
+    Mutation(
+        "What was computed for a wrong draft counts as computed (T05).",
+        "cluster/engine/scheduler.py",
+        {"seq.num_computed_tokens -= 1 + len(draft) - num_kept": "pass"},
+        ("tests/cluster/engine/test_random_traces.py", MATRIX_DRAFTS),
+    ),
+    Mutation(
+        "Tokens behind a draft are drawn with the draw of its first one (T05).",
+        "cluster/rank/inputs.py",
+        {"output_index[sampled] + num_drawn[sampled] - from_end": "output_index[sampled]"},
+        (MATRIX_DRAFTS, "tests/serve/test_llm_overlap.py"),
+    ),
+    Mutation(
+        "Penalties do not see the draft before a token (T05).",
+        "cluster/rank/row_rules.py",
+        {"drafted=self._pairs(drafted) if drafted else None": "drafted=None"},
+        (MATRIX_DRAFTS, "tests/serve/test_llm_overlap.py"),
+    ),
+    Mutation(
+        "Penalties do not see a draft that was right once it is behind (T05).",
+        "cluster/rank/row_rules.py",
+        {"        if counted.accepted:": "        if False:"},
+        (MATRIX_DRAFTS, "tests/serve/test_llm_overlap.py"),
+    ),
+    Mutation(
+        "A grammar's masks behind a draft are those in front of it (T05).",
+        "cluster/engine/scheduler.py",
+        {"seq.masked_row(num_rows, drafts.get(i, []))": "seq.masked_row(num_rows, [])"},
+        ("tests/serve/requests/test_structured.py::test_drafts_are_checked_against_the_grammar",),
     ),
     Mutation(
         "next_pow2 loses the last of its six steps (J05).",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, SpeculationConfig
 from compile.config import (
     FIELDS,
     KEYED_FIELDS,
@@ -21,6 +21,7 @@ from compile.config import (
     DynamicShapes,
 )
 from compile.errors import FieldError
+from compile.resolve import StepLimits
 from serve.arguments import parse_args
 from serve.config import deploy_config, offline_pool
 from serve.llm import LLM
@@ -30,6 +31,7 @@ COMPILES, GRAPHS = "torch_compile_config", "cuda_graph_config"
 ON: dict[str, Any] = {"enable_piecewise_cuda_graph": True}
 OFF: dict[str, Any] = {"enable_piecewise_cuda_graph": False}
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
+NGRAM = {"speculative_config.method": "ngram", "speculative_config.num_speculative_tokens": "3"}
 
 OTHER: dict[str, Any] = {
     "level": 0,
@@ -195,8 +197,28 @@ OPTIONS = "compilation.inductor_compile_config: wanted "
         ),
         ({"compilation": "three"}, "compilation: wanted object, found 'three'"),
         (
-            {"speculative_config": {"decoding_type": "MTP"}},
-            "speculative_config: wanted nothing (speculation is not built yet), found {'dec",
+            {"speculative_config": '{"method": "medusa", "num_speculative_tokens": 2}'},
+            "speculative_config.method: wanted ngram, found 'medusa'",
+        ),
+        (
+            {"speculative_config": {"method": "ngram"}},
+            "speculative_config.num_speculative_tokens: wanted ",
+        ),
+        (
+            {**NGRAM, "speculative_config.num_speculative_tokens": 65},
+            "speculative_config.num_speculative_tokens: wanted 1 to 64, found 65",
+        ),
+        (
+            {**NGRAM, "speculative_config.prompt_lookup_min": "6"},
+            "speculative_config.prompt_lookup_min: wanted at most prompt_lookup_max (5), found 6",
+        ),
+        (
+            {**NGRAM, "speculative_config.model": "small"},
+            "speculative_config.model: wanted one of ",
+        ),
+        (
+            {**NGRAM, "overlap": "on", "pools": "mixed"},
+            "overlap: wanted auto or off with speculative_config ",
         ),
     ],
 )
@@ -212,12 +234,23 @@ def test_llm_checks_its_configuration_before_it_loads_anything() -> None:
         LLM("/no/such/model", compilation_config=7)
 
 
+@pytest.mark.feature("T05")
+def test_pools_that_decode_draft_and_capture_graphs_for_it() -> None:
+    prefill, decode = deploy_config({**NGRAM, "decode.max_num_seqs": 9, "max_num_seqs": 64}).pools
+    assert (prefill.engine.speculation, prefill.engine.query_len) == (None, 1)
+    assert decode.engine.speculation == SpeculationConfig(3)
+    assert decode.engine.step_limits == StepLimits(9, 512, 4)
+    # 100 sequences of 4 tokens are more than fit into a step of 256.
+    few = deploy_config({**NGRAM, "max_num_seqs": 100, "max_num_batched_tokens": 256})
+    assert max(few.pools[1].engine.compilation.graph_bs) == 64
+
+
 @pytest.mark.feature("N04")
 @pytest.mark.parametrize("name", ["mtp_eagle_one_model", "eagle3_one_model"])
 def test_speculation_with_two_model_engines_is_refused_by_the_field(name: str) -> None:
     for value in (False, "false", "False"):
         with pytest.raises(FieldError) as error:
-            deploy_config({f"speculative_config.{name}": value, "O": "3"})
+            deploy_config({**NGRAM, f"speculative_config.{name}": value, "O": "3"})
         assert str(error.value) == (
             f"speculative_config.{name}: wanted true (two model engines cannot be compiled as one "
             "forward), found False"

@@ -1,4 +1,5 @@
-"""An engine that plans ahead generates what one does that waits, through the offline API."""
+"""An engine that plans ahead, or drafts, generates what one does that takes one token after the
+other, through the offline API."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
-    return {overlap: LLM(overlap=overlap, **SIZES) for overlap in ("off", "on")}
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    return {
+        "off": LLM(overlap="off", **SIZES),
+        "on": LLM(overlap="on", **SIZES),
+        "drafting": LLM(speculative_config=ngram, **SIZES),
+    }
 
 
 class Counting:
@@ -86,9 +92,9 @@ def values(output: RequestOutput) -> list[float]:
     return [entry.logprob for entry in entries if entry is not None]
 
 
-@pytest.mark.feature("T04")
+@pytest.mark.feature("T04", "T05")
 @pytest.mark.parametrize("seed", range(2))
-def test_planning_ahead_changes_no_output(engines: dict[str, LLM], seed: int) -> None:
+def test_planning_ahead_and_drafting_change_no_output(engines: dict[str, LLM], seed: int) -> None:
     """In a pool that pre-empts: stops, seeds, penalties, limits, log-probabilities."""
     rng = random.Random(seed)
     vocab = engines["on"].runner.model_config.vocab_size
@@ -106,9 +112,12 @@ def test_planning_ahead_changes_no_output(engines: dict[str, LLM], seed: int) ->
         assert stats.num_preemptions > before
         assert stats.num_free_blocks == stats.num_blocks == SIZES["num_kv_blocks"]
         assert not llm.engine.has_unfinished
-    for plain, overlapped in zip(found["off"], found["on"], strict=True):
-        assert told(plain) == told(overlapped)
-        assert values(plain) == pytest.approx(values(overlapped), abs=1e-4)
+    stats = engines["drafting"].engine.scheduler.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    for plain, *others in zip(*found.values(), strict=True):
+        for other in others:
+            assert told(plain) == told(other)
+            assert values(plain) == pytest.approx(values(other), abs=1e-4)
     reasons = [output.outputs[0].finish_reason for output in found["on"]]
     assert {"stop", "length"} == set(reasons)
 

@@ -77,6 +77,7 @@ class Tally:
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         beside = "beside" if schedule.has_device else "in"
         loop = "overlapped" if schedule.is_overlapped else "plain"
+        loop = "drafting" if schedule.num_drafts else loop
         names.append(f"steps: {loop}, {beside} the host")
         names += [f"scaled: {way}" for way in sorted(outcome.scaled)]
         names += ["had: aborts"] * bool(outcome.num_aborted)

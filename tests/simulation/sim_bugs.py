@@ -470,6 +470,25 @@ class _PreemptsWhatIsInFlight(OverlappedEngine):
         return super().step()
 
 
+def _drafts(schedule: Schedule) -> bool:
+    return schedule.num_drafts > 0
+
+
+@planted("scheduler", "a draft that is kept whatever was drawn", _drafts)
+class _KeepsDrafts(Scheduler):
+    def _accept(self, seq: sequence.Sequence, draft: list[int], drawn: list[int]) -> list[int]:
+        return super()._accept(seq, draft, draft + drawn[-1:])
+
+
+@planted("scheduler", "KV of a wrong draft that counts as computed", _drafts)
+class _KeepsWrongKV(Scheduler):
+    def _accept(self, seq: sequence.Sequence, draft: list[int], drawn: list[int]) -> list[int]:
+        kept = super()._accept(seq, draft, drawn)
+        # The token that was drawn in place of a draft is never computed.
+        seq.num_computed_tokens += len(kept) <= len(draft) and len(kept) > 1
+        return kept
+
+
 @planted("runner", "a follower that draws something else")
 class _DrawsApart(SimRunner):
     def wait(self, launched: Any) -> SampledTokens:

@@ -17,7 +17,7 @@ import msgspec
 import sim_model
 from hypothesis import strategies as st
 from sim_check import check_scheduler
-from sim_model import PagedModel
+from sim_model import PagedModel, SimDrafter
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
@@ -47,6 +47,10 @@ MAX_MODEL_LEN = 40
 
 def continuation(request: GenerateRequest) -> list[int]:
     return sim_model.continuation(request, VOCAB, MAX_MODEL_LEN)
+
+
+def drafter(most: int) -> SimDrafter:
+    return SimDrafter(most, VOCAB, MAX_MODEL_LEN)
 
 
 def make_request(
@@ -91,6 +95,7 @@ class FakeEngine:
         metadata: HandoffMetadata | None = None,
         reader: FakeReader | None = None,
         grammars: Any = None,
+        drafter: Any = None,
     ) -> None:
         self.shape = shape
         self.is_overlapped = is_overlapped
@@ -108,6 +113,7 @@ class FakeEngine:
             if metadata is not None
             else None,
             grammars=grammars,
+            drafter=drafter,
         )
         self.num_steps = 0
         self.prompt_tokens_computed = 0
@@ -174,6 +180,8 @@ class FakeEngine:
         singles = [num_new == 1 for num_new in plan.num_new]
         assert singles == sorted(singles, reverse=True)
         assert sum(singles) == plan.num_decodes
+        num_decoding = plan.num_decodes + plan.num_drafting
+        assert all(index >= 0 for index in plan.output_index[plan.num_decodes : num_decoding])
         by_row = {seq.row: seq for seq in self.scheduler.running}
         assert len(by_row) == len(self.scheduler.running)
         start = 0
@@ -187,14 +195,16 @@ class FakeEngine:
         assert end == seq.num_computed_tokens
         # Of what this step and the one before it draw, the last token is this step's.
         num_known = seq.num_tokens + seq.num_pending_tokens - (plan.output_index[i] >= 0)
+        is_drafting = plan.num_decodes <= i < plan.num_decodes + plan.num_drafting
         wanted = seq.token_ids[computed:end] or [PENDING]
-        assert tokens == wanted, "the plan's tokens are not the sequence's"
-        table = self.model.tables[plan.rows[i]]
+        found = tokens[:1] if is_drafting else tokens
+        assert found == wanted, "the plan's tokens are not the sequence's"
+        table = self.model.tables[plan.rows[i]][: len(seq.block_table)]
         assert len(table) == len(seq.block_table) == -(-end // self.shape.block_size)
         # Ranks are not told of blocks that a window has passed: they read none of them.
         pairs = zip(table, seq.block_table, strict=True)
         assert all(theirs == ours for theirs, ours in pairs if ours), "a rank's row went astray"
-        is_complete = end == num_known
+        is_complete = is_drafting or end == num_known
         assert plan.output_index[i] == (num_known - seq.num_prompt_tokens if is_complete else -1)
         assert end < seq.max_total_len, "a token is computed that no other will follow"
         self.prompt_tokens_computed += max(0, min(end, seq.num_prompt_tokens) - computed)
@@ -336,6 +346,7 @@ class Pair:
         weather: Weather,
         lease_s: float,
         is_overlapped: bool = False,
+        drafter: Any = None,
     ) -> None:
         self.now = 0.0
         self.weather = weather
@@ -348,7 +359,12 @@ class Pair:
             prefill, Role.PREFILL, is_overlapped, holder=self.holder, metadata=metadata
         )
         self.decode = FakeEngine(
-            decode, Role.DECODE, is_overlapped, reader=self.reader, metadata=metadata
+            decode,
+            Role.DECODE,
+            is_overlapped,
+            reader=self.reader,
+            metadata=metadata,
+            drafter=drafter,
         )
         self.reader.connect(self.prefill, self.decode)
 

@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.engine.blocks import SCRATCH
+from cluster.engine.sequence import Sequence
 from cluster.wire.messages import PENDING, GenerateRequest, StepPlan
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
-GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, batch_sizes=(1, 2, 4, 8))
+MAX_DRAFTS = 3
+GRAPHS = CapturedGraphs(
+    CUDAGraphMode.FULL_DECODE_ONLY,
+    batch_sizes=(1, 2, 4, 8),
+    draft_batch_sizes=(2, 4),
+    query_len=1 + MAX_DRAFTS,
+)
 """What every rank of a simulation has captured."""
 
 Cell = tuple[int, int]
@@ -46,6 +53,26 @@ def continuation(
         if token in sampling.stop_token_ids:
             break
     return output
+
+
+class SimDrafter:
+    """Knows what comes, and drafts that as far as the context says; then something else, up to
+    tokens that no text has, or past its end."""
+
+    def __init__(self, most: int, vocab: int, max_model_len: int, weights: int = 0) -> None:
+        self.most = most
+        self._vocab = vocab
+        self._max_model_len = max_model_len
+        self._weights = weights
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        text = continuation(seq.request, self._vocab, self._max_model_len, self._weights)
+        context = hash((seq.request.sampling.seed, *seq.token_ids))
+        num_tokens, num_right = context % (most + 1), context // 8 % (most + 1)
+        start = seq.num_tokens - seq.num_prompt_tokens
+        right = text[start : start + min(num_right, num_tokens)]
+        stops = seq.request.sampling.stop_token_ids or (0,)
+        return right + [stops[0] if context % 3 else self._vocab - 1] * (num_tokens - len(right))
 
 
 class PagedModel:
@@ -80,7 +107,7 @@ class PagedModel:
             self._seeds[admission.row] = admission.seed
         for new in plan.new_blocks:
             table = self.tables[new.row]
-            assert new.start in (0, len(table)), "a block table grows at its end or starts anew"
+            assert new.start <= len(table), "a block table grows at its end or is written anew"
             table[new.start :] = new.block_ids
         tables = [self.tables[row].copy() for row in plan.rows]
         seeds = [self._seeds[row] for row in plan.rows]
@@ -90,9 +117,9 @@ class PagedModel:
         """Run a plan: all contexts are read before anything is written."""
         contexts = list(map(self._context, tables, plan.num_computed))
         tokens, drawn = iter(plan.token_ids), list[int]()
-        for i, row in enumerate(plan.rows):
-            context = contexts[i]
-            for position in range(plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]):
+        for i, (row, num_drawn) in enumerate(zip(plan.rows, plan.num_drawn, strict=True)):
+            context, end = contexts[i], plan.num_computed[i] + plan.num_new[i]
+            for position in range(plan.num_computed[i], end):
                 token = next(tokens)
                 if token == PENDING:
                     token = self._last_tokens[row]
@@ -101,10 +128,11 @@ class PagedModel:
                 block = tables[i][position // self._block_size]
                 assert block != SCRATCH, "a token's KV was written to the scratch block"
                 self.blocks[block][position % self._block_size] = (token, context)
-            if plan.output_index[i] >= 0:
-                token = _draw(seeds[i], plan.output_index[i], context, self._vocab)
-                self._last_tokens[row] = token
-                drawn.append(token)
+                if position >= end - num_drawn:
+                    output_index = plan.output_index[i] + position - (end - num_drawn)
+                    token = _draw(seeds[i], output_index, context, self._vocab)
+                    self._last_tokens[row] = token
+                    drawn.append(token)
         return drawn
 
     def _context(self, table: list[int], num_computed: int) -> int:

@@ -20,10 +20,10 @@ from sim_ingress import SimInbox
 from sim_kv import SimPuller, SimServer, handoff_terms
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
-from sim_model import GRAPHS, PagedModel
+from sim_model import GRAPHS, PagedModel, SimDrafter
 from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
-from cluster.config import SchedulerConfig
+from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDigester
@@ -359,8 +359,15 @@ class SimLeader(SimRank):
             RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
             handover=KVHandover(blocks, terms, holder=self._holder, reader=self._reader),
+            drafter=self._drafter(),
         )
         return scheduler
+
+    def _drafter(self) -> SimDrafter | None:
+        num_drafts, role = self.group.schedule.num_drafts, self.group.role
+        if not num_drafts or role is Role.PREFILL:
+            return None
+        return SimDrafter(num_drafts, VOCAB, MAX_MODEL_LEN, self.group.replica.shape.weights)
 
     def start(self) -> None:
         """Make the engine and run. Called from the loop."""

@@ -189,6 +189,11 @@ class Schedule:
         return 2 if self.seed // 4 % 3 == 0 else 1
 
     @property
+    def num_drafts(self) -> int:
+        """Draft tokens of a sequence in a step, at most: in half of what is not overlapped."""
+        return 0 if self.is_overlapped or self.seed % 2 else 1 + self.seed // 2 % 3
+
+    @property
     def room(self) -> int:
         """How many requests fit into one leader, whatever they are."""
         per_sequence = -(-LONGEST // self.block_size)

@@ -88,7 +88,7 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -
     wanted |= {f"moves beside: {what}" for what in ("pre-emption", "a rebuild")}
     wanted |= {f"replicas: {n}" for n in (1, 2, 3)} | {"ranks: 2", f"ranks: {MAX_RANKS}"}
     wanted |= {f"restarts: {n}" for n in (0, 1, 2)}
-    loops = ("plain", "overlapped")
+    loops = ("plain", "overlapped", "drafting")
     ways = [f"{loop}, {device} the host" for loop in loops for device in ("in", "beside")]
     wanted |= {f"{what}: {way}" for what in ("steps", "moves with KV") for way in ways}
     wanted |= {f"groups, dp x tp: {runner.sizes_of(shapes)}" for shapes in SHAPES}

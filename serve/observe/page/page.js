@@ -157,7 +157,7 @@ function showFigures(body) {
   const blocks = sum("num_blocks");
   const used = ratio(blocks - sum("num_free_blocks"), blocks);
   const figures = read(body, "figures");
-  let tokens = null, prompt = null, steps = null, hits = null, padding = null, cached = null, restarts = 0, late = 0;
+  let tokens = null, prompt = null, steps = null, hits = null, padding = null, cached = null, drafts = null, restarts = 0, late = 0;
   if (figures) {
     remember(figures);
     const then = before(figures, 3);
@@ -176,6 +176,7 @@ function showFigures(body) {
     const real = grown(figures, start, (engine) => read(engine, "scheduled_tokens_total"));
     padding = ratio(padded, padded + real);
     cached = ratio(total(figures, "prefix_cache_hits_total"), total(figures, "prefix_cache_queries_total"));
+    drafts = ratio(total(figures, "spec_decode_num_accepted_tokens_total"), total(figures, "spec_decode_num_draft_tokens_total"));
     restarts = total(figures, "rank_restarts_total");
     late = total(figures, "late_compilations_total");
   }
@@ -183,7 +184,7 @@ function showFigures(body) {
   // Name, value, note, and of the curve: its value and what its full height stands for.
   const tiles = [
     ["Tokens per second", rate(tokens), `${rate(prompt)} of prompts`, tokens],
-    ["Steps per second", rate(steps), "of all engines", steps],
+    ["Steps per second", rate(steps), drafts === null ? "of all engines" : `${percent(drafts)} of draft tokens right`, steps],
     ["Running", count(running), `${count(read(body, "num_live"))} of ${count(read(body, "max_live"))} places taken`, running],
     ["Waiting", count(waiting), `${count(sum("num_waiting_for_kv"))} for KV`, waiting],
     ["Graph hits", percent(hits), "of steps, last 30 s", hits, 1],

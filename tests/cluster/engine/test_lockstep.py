@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 import time
@@ -148,11 +149,22 @@ def check_sizes(votes: list[Vote], agreed: StepAgreement) -> None:
         assert agreed.batch.num_seqs is None
 
 
-def test_ranks_whose_sequences_decode_different_numbers_of_tokens_do_not_decode_together() -> None:
-    drafted = vote(num_tokens=6, num_seqs=2, max_query_len=3)
-    assert agree([drafted, drafted], GRAPHS).kind is StepKind.DECODE
-    agreed = agree([drafted, vote()], GRAPHS)
-    assert (agreed.kind, agreed.mode) == (StepKind.MIXED, CUDAGraphMode.PIECEWISE.value)
+@pytest.mark.feature("C07")
+def test_ranks_decode_together_whoever_drafts_where_a_graph_holds_all_drafts() -> None:
+    """Of three tokens a sequence, one of them drawn; without such a graph prompts' graphs do."""
+    graphs = dataclasses.replace(GRAPHS, draft_batch_sizes=(1, 4), query_len=3)
+    drafted = vote(num_tokens=5, num_seqs=2, max_query_len=3)
+    idle = vote(num_tokens=0, num_seqs=0, max_query_len=0, kind=StepKind.NOTHING, has_work=False)
+    full, piecewise = CUDAGraphMode.FULL.value, CUDAGraphMode.PIECEWISE.value
+    for other in (drafted, vote(), idle):
+        agreed = agree([drafted, other], graphs)
+        assert (agreed.kind, agreed.mode) == (StepKind.DECODE, full)
+        assert (agreed.batch, agreed.num_tokens_across_dp) == ((12, 4, True), (12, 12))
+        agreed = agree([drafted, other], GRAPHS)
+        assert (agreed.kind, agreed.mode) == (StepKind.MIXED, piecewise)
+        assert agreed.num_tokens_across_dp == (16, 16)
+    # Nobody drafts: one token each.
+    assert agree([vote(), idle], graphs).batch == (2, 2, True)
 
 
 def machine(size: int = 2) -> LockstepMachine:

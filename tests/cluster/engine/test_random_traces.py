@@ -21,10 +21,16 @@ Fuzz = Callable[[int], settings]
 
 
 def run_mixed(
-    trace: list, shape: object, *, forgets: bool = False, is_overlapped: bool = False
+    trace: list,
+    shape: object,
+    *,
+    forgets: bool = False,
+    is_overlapped: bool = False,
+    num_drafts: int = 0,
 ) -> SimpleNamespace:
     """Run a trace on one engine. One that forgets looks up the head of its queue in every step."""
-    engine = sim.FakeEngine(shape, is_overlapped=is_overlapped)
+    drafter = sim.drafter(num_drafts) if num_drafts else None
+    engine = sim.FakeEngine(shape, is_overlapped=is_overlapped, drafter=drafter)
     if forgets:
         engine.scheduler._is_worth_a_try = lambda seq, batch: True
     texts = {a.request.request_id: list(a.request.output_token_ids) for a in trace}
@@ -55,7 +61,9 @@ def test_every_text_is_the_oracles_whatever_the_pool(fuzz: Fuzz) -> None:
 def run_through_a_pool(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
-    result = run_mixed(trace, shape, is_overlapped=data.draw(st.booleans()))
+    is_overlapped = data.draw(st.booleans())
+    num_drafts = 0 if is_overlapped else data.draw(st.integers(0, 9))
+    result = run_mixed(trace, shape, is_overlapped=is_overlapped, num_drafts=num_drafts)
     for arrival in trace:
         request_id = arrival.request.request_id
         end = result.ends[request_id]
@@ -89,7 +97,9 @@ def survive_handoff_and_loss(data: st.DataObject) -> None:
         max_delay=data.draw(st.integers(0, 6)),
     )
     lease_s, is_overlapped = data.draw(st.integers(2, 12)), data.draw(st.booleans())
-    pair = sim.Pair(prefill, decode, weather, lease_s, is_overlapped)
+    num_drafts = 0 if is_overlapped else data.draw(st.integers(0, 5))
+    drafter = sim.drafter(num_drafts) if num_drafts else None
+    pair = sim.Pair(prefill, decode, weather, lease_s, is_overlapped, drafter)
     router = sim.Router(pair, trace)
     # Every token, and every block that is read, may have to wait for one tick of anything else.
     per_request = 2 * sim.MAX_MODEL_LEN + 12 + 6 * weather.max_delay

@@ -88,7 +88,7 @@ def bits(mask: np.ndarray) -> set[int]:  # type: ignore[type-arg]
 
 
 def fill(filler: MaskFiller, matchers: list[Matcher], token: dict[Matcher, list[int]]) -> Masks:
-    rows = [MaskedRow(i, matcher, token.get(matcher, [])) for i, matcher in enumerate(matchers)]
+    rows = [MaskedRow(i, matcher, token.get(matcher, []), []) for i, matcher in enumerate(matchers)]
     return filler.fill(len(matchers), rows)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from local_ranks import BLOCK_SIZE, config_of
 from parity_process import Report
-from wire_structs import request_of
+from wire_structs import request_of, rules_of
 
-from cluster.config import EngineConfig, TransferConfig
+from cluster.config import EngineConfig, SpeculationConfig, TransferConfig
 from cluster.wire.messages import EngineOutput, GenerateRequest, StepKind
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
@@ -122,6 +122,8 @@ class Row:
     overlap: bool = False
     scores: bool = False
     """Decode steps that replay a full graph replay one that scores the vocabulary too."""
+    drafts: int = 0
+    """Draft tokens of a sequence in a step, at most."""
 
     @property
     def id(self) -> str:
@@ -130,6 +132,7 @@ class Row:
         words += [self.kv] * bool(self.kv) + [f"loses {self.loses}"] * (self.loses is not None)
         words += [f"O{self.level} {self.mode.name}"] * (self.level > 0 or self.has_graphs)
         words += ["overlapped"] * self.overlap + ["scored"] * self.scores
+        words += [f"{self.drafts} drafts"] * (self.drafts > 0)
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property
@@ -167,7 +170,10 @@ class Row:
             sealed="strict",
             **graphs,
         )
-        return replace(config, transfer=TransferConfig(self.kv or "auto"), overlap=self.overlap)
+        # The shortest run that may be looked for: drafts are many, and mostly wrong.
+        speculation = SpeculationConfig(self.drafts, 3, 1) if self.drafts else None
+        transfer = TransferConfig(self.kv or "auto")
+        return replace(config, transfer=transfer, overlap=self.overlap, speculation=speculation)
 
 
 def window_of(oracle: Any) -> int | None:
@@ -344,6 +350,33 @@ def seeded_in_chunks(oracle: Any) -> list[Request]:
     ]
 
 
+def repeating(oracle: Any) -> list[Request]:
+    """Prompts that say one thing over and over. Half of the answers have three tokens to choose
+    from, of which runs come again and again."""
+    rng, vocab = random.Random(oracle.name), oracle.model.config.vocab_size
+    requests = list[Request]()
+    for i in range(10):
+        said = [rng.randrange(vocab) for _ in range(rng.randint(1, 9))]
+        allowed = sum(1 << token for token in rng.sample(range(vocab), 3)).to_bytes(vocab, "little")
+        rules = {"allowed_tokens": allowed.rstrip(b"\0")}
+        if i % 4 == 1:
+            rules |= {"frequency_penalty": 0.3, "repetition_penalty": 1.1, "presence_penalty": -0.2}
+        few = SEEDED | {"seed": i, "rules": rules_of(**rules)}
+        sampling = few if i % 2 else {}
+        prompt = (said * 30)[: rng.randint(8, 60)]
+        requests.append(Request(prompt, 20 + 4 * i, i, sampling=sampling))
+    return requests
+
+
+def drafts_were_right_and_wrong(run: Run) -> None:
+    stats = [rank.stats.scheduler for rank in run.pools["mixed"]]
+    num_tokens, num_accepted = (
+        sum(getattr(each, name) for each in stats)
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    assert 10 < num_accepted < num_tokens - 10
+
+
 def uneven(oracle: Any) -> list[Request]:
     rng, vocab = random.Random(11), oracle.model.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(14)]
@@ -376,6 +409,7 @@ def cut(seed: int, n: int, max_outputs: int) -> Requests:
 CHUNKS = Load(
     drawn(3, 8, at=[0, 0, 1, 5, 9, 9, 20, 30]), expect=prompts_came_in_chunks, features="T02"
 )
+REPEATING = Load(repeating, 500, 8, 96, 160, (16, 96), features="T05")
 POOLS = Load(drawn(11, 10, 150), 150, max_num_batched_tokens=64)
 LOADS = {
     "one at a time": Load(drawn(1, 4, at=[None] * 4)),
@@ -406,6 +440,8 @@ LOADS = {
         expect=every_size_was_run,
         features="D01 D02 D03",
     ),
+    "repeating": REPEATING,
+    "drafted": replace(REPEATING, expect=drafts_were_right_and_wrong),
     "at random": Load(
         at_random,
         500,

@@ -197,6 +197,24 @@ def scored() -> Iterator[Any]:
     yield case(Row(odd, "uneven", 2, 2, mode=DECODE_ONLY, overlap=True, scores=True), "D02 E10")
 
 
+def drafting() -> Iterator[Any]:
+    """Several tokens of a sequence are checked in a step: tokens are those of one at a time."""
+    for shape in COMPILED:
+        yield case(Row(shape, "drafted", drafts=3), "", shape in SLOW_COMPILED)
+    for load in ("everything", "tiny pool", "logprobs", "seeded"):
+        yield case(Row("six heads", load, drafts=2), "T05", load in ("everything", "logprobs"))
+    yield case(Row("mistral window 7", "tiny pool", drafts=4), "T05")
+    yield case(Row("six heads", "drafted", mode=DECODE_ONLY, drafts=2), "C07")
+    yield case(Row("tied", "drafted", mode=FULL, drafts=3, scores=True), "C07", True)
+    yield case(Row("six heads", "drafted", level=3, mode=BOTH, drafts=2), "C07", True)
+    yield case(Row("qwen2 tied", "drafted", 2, mode=DECODE_ONLY, drafts=2), "C07")
+    odd, experts = "odd vocabulary", "mixtral tied eight experts"
+    yield case(Row(odd, "drafted", 1, 2, mode=DECODE_ONLY, drafts=2), "C07")
+    yield case(Row(experts, "drafted", 2, 2, mode=DECODE_ONLY, drafts=2), "C07", True)
+    yield case(Row("tied", "repeating", kv="shm", drafts=3))
+    yield case(Row("tied", "repeating", 2, kv="tcp", drafts=3), "", True)
+
+
 ROWS = [
     *one_rank(),
     *compiled(),
@@ -205,6 +223,7 @@ ROWS = [
     *pools(),
     *overlapped(),
     *scored(),
+    *drafting(),
 ]
 
 

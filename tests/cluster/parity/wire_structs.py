@@ -75,6 +75,7 @@ def plan_of(num_new: list[int], **fields: Any) -> StepPlan:
         "output_index": [0] * num_seqs,
         "token_ids": [1] * num_tokens,
         "num_decodes": num_new.count(1),
+        "num_drafting": 0,
         "prompt_targets": [],
     }
     return StepPlan(**{**plain, **fields})

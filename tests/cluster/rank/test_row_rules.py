@@ -37,7 +37,7 @@ def rules(allowed: list[int], vocab_size: int) -> LogitRules:
 
 def tables_of(rows: int, tokens: int, vocab_size: int) -> RowRulesTables:
     staging = Staging(torch.device("cpu"))
-    tables = RowRulesTables(rows, tokens, vocab_size, staging)
+    tables = RowRulesTables(rows, tokens, rows, vocab_size, staging)
     staging.allocate()
     return tables
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -141,6 +142,13 @@ def test_a_configuration_names_the_graphs_that_its_mode_replays(
     mode: CUDAGraphMode, graphs: list[Any]
 ) -> None:
     assert graphs_to_capture(replace(CONFIG, cudagraph_mode=mode), 3) == graphs
+    # Where tokens are drafted, each batch size has a graph for that as well.
+    drafting = graphs_to_capture(replace(CONFIG, cudagraph_mode=mode), 3, query_len=5)
+    decodes = [key.num_seqs for _, key in graphs if key.uniform_decode]
+    more = [(FULL, BatchDescriptor(bs * 5, bs, True)) for bs in decodes]
+    assert Counter(drafting) == Counter([*graphs, *more])
+    num_tokens = [key.num_tokens for mode, key in drafting if mode is FULL]
+    assert num_tokens == sorted(num_tokens, reverse=True)
 
 
 # --- the loop -----------------------------------------------------------------------------------

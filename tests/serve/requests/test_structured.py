@@ -215,6 +215,26 @@ def test_a_loop_that_plans_ahead_draws_the_same(llm: LLM) -> None:
         assert tokens(overlapped.generate(PROMPTS[:3], batch(seed))) == wanted
 
 
+@pytest.mark.feature("T05")
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_drafts_are_checked_against_the_grammar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """Masks are those behind each draft token, however they are filled, and the matcher goes on
+    from what was accepted."""
+    monkeypatch.setattr(grammar_masks, "SLOW_FILL_S", -1.0 if is_slow else 60.0)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    drafting = LLM(enforce_eager=True, speculative_config=ngram, **SIZES)
+    for seed in (1, 7):
+        wanted = tokens(llm.generate(PROMPTS[:3], batch(seed)))
+        assert tokens(drafting.generate(PROMPTS[:3], batch(seed))) == wanted
+    # What a grammar forces is said again and again.
+    before = drafting.engine.scheduler.stats().num_accepted_tokens
+    forced = {"regex": "(ab, ba; ){9}"}
+    assert generate(drafting, forced) == generate(llm, forced)
+    assert drafting.engine.scheduler.stats().num_accepted_tokens > before + 20
+
+
 def run(llm: LLM, request: GenerateRequest) -> list[EngineOutput]:
     llm.engine.submit(Submit(request, None))
     outputs: list[EngineOutput] = []
