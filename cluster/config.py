@@ -60,6 +60,8 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV on a GPU."""
     enable_prefix_caching: bool = True
+    dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: e4m3, by the checkpoint's scales; auto: as the engine computes."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class EngineConfig:
     max_model_len: int
     """Prompt and output tokens of one sequence together."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16: of weights, activations and KV."""
+    """float32, bfloat16 or float16: of weights and activations."""
     device: str = "cpu"
     role: Role = Role.MIXED
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -156,6 +158,11 @@ class EngineConfig:
         """What the compiler has to know of steps."""
         limits = self.scheduler
         return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, self.query_len)
+
+    @property
+    def kv_dtype(self) -> str:
+        """What KV is held in, as torch names it."""
+        return "float8_e4m3fn" if self.cache.dtype == "fp8" else self.dtype
 
     @property
     def max_blocks_per_seq(self) -> int:

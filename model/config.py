@@ -139,6 +139,8 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
     """Of the plain tensors in the checkpoint."""
     quantization: Quantization | None
     """How linear weights are stored; None where they are plain tensors too."""
+    has_fp8_kv: bool = False
+    """Whether the checkpoint is made for a KV cache of FP8."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence; empty where the checkpoint names none."""
 
@@ -207,7 +209,9 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
                 raise FieldError("num_key_value_heads", divisor, num_kv_heads)
             head_dim = _head_dim(file, defaults)
             eos = file.eos_token_id if eos_token_id is None else eos_token_id
-            quantized = file.quantization_config
+            quantization, has_fp8_kv = None, False
+            if file.quantization_config is not None:
+                quantization, has_fp8_kv = read_quantization(file.quantization_config)
             return cls(
                 **{name: getattr(file, name) for name in _Kept.__struct_fields__},
                 architecture=architecture,
@@ -217,7 +221,8 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
                 layer_windows=_layer_windows(file, defaults, values.get("layer_types")),
                 experts=_experts(file, given) if "num_experts" in defaults else None,
                 dtype=file.dtype or file.torch_dtype or "float32",
-                quantization=None if quantized is None else read_quantization(quantized),
+                quantization=quantization,
+                has_fp8_kv=has_fp8_kv,
                 eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
             )
 

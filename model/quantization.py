@@ -15,6 +15,7 @@ from compile.errors import FieldError
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
+_KV = "kv_cache_scheme"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ _Names = Annotated[list[str] | None, says("a list of modules' names, or null")]
 _Size = Annotated[int, Meta(ge=1, le=LARGEST_INDEX)]
 _GroupSize = Annotated[int, Meta(ge=-1, le=LARGEST_INDEX)]
 _Block = Annotated[tuple[_Size, _Size], says("two sizes")]
-_NoKvCache = Annotated[None, says("none (an FP8 KV cache is not built yet)")]
+_No = Annotated[None, says("none")]
 
 
 class _Weights(msgspec.Struct):
@@ -71,15 +72,25 @@ class _Group(msgspec.Struct):
     targets: list[str]
     weights: _Weights
     input_activations: _Activations | None = None
-    output_activations: Annotated[None, says("none")] = None
+    output_activations: _No = None
     format: str | None = None
+
+
+class _KvCache(msgspec.Struct):
+    """The one kind of KV cache that is served: e4m3, with a scale for a layer's keys and one for
+    its values, which the checkpoint has as tensors."""
+
+    num_bits: Literal[8]
+    type: Literal["float"]
+    symmetric: bool = True
+    strategy: Literal["tensor"] | None = None
+    dynamic: Annotated[bool | Literal["local"], says("true, false or local")] = False
 
 
 class _CompressedTensors(msgspec.Struct):
     format: Literal["float-quantized", "int-quantized", "pack-quantized"]
     config_groups: dict[str, dict[str, Any]]
     ignore: _Names = None
-    kv_cache_scheme: _NoKvCache = None
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
 
@@ -90,7 +101,7 @@ class _Fp8(msgspec.Struct):
     fmt: Literal["e4m3"] = "e4m3"
     modules_to_not_convert: _Names = None
     ignored_layers: _Names = None
-    kv_cache_scheme: _NoKvCache = None
+    kv_cache_scheme: _No = None
 
 
 class _Gptq(msgspec.Struct):
@@ -100,7 +111,7 @@ class _Gptq(msgspec.Struct):
     desc_act: bool = False
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
     modules_to_not_convert: _Names = None
-    modules_in_block_to_quantize: Annotated[None, says("none")] = None
+    modules_in_block_to_quantize: _No = None
     dynamic: dict[str, Any] | None = None
     lm_head: bool = False
 
@@ -211,6 +222,15 @@ def _require(is_met: bool, field: str, wanted: str, found: object) -> None:
         raise FieldError(field, wanted, found)
 
 
+def _has_fp8_kv(scheme: Any) -> bool:
+    if scheme is None:
+        return False
+    found = convert(scheme, _KvCache, Source.PYTHON, _KV)
+    _require(found.symmetric, f"{_KV}.symmetric", "true", found.symmetric)
+    _require(not found.dynamic, f"{_KV}.dynamic", "false", found.dynamic)
+    return True
+
+
 _METHODS: dict[str, tuple[type[Any], Callable[[Any], Quantization]]] = {
     "compressed-tensors": (_CompressedTensors, _of_compressed_tensors),
     "fp8": (_Fp8, _of_fp8),
@@ -219,13 +239,17 @@ _METHODS: dict[str, tuple[type[Any], Callable[[Any], Quantization]]] = {
 }
 
 
-def read_quantization(values: Mapping[str, Any]) -> Quantization:
-    """Return what a `quantization_config` says; a FieldError for what is not served here."""
+def read_quantization(values: Mapping[str, Any]) -> tuple[Quantization | None, bool]:
+    """Return what a `quantization_config` says of weights, None if they are plain tensors, and
+    whether KV is to be FP8; a FieldError for what is not served here."""
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise FieldError(f"{FIELD}.quant_method", f"one of {', '.join(_METHODS)}", method)
     kind, of = _METHODS[method]
     try:
-        return of(convert(values, kind, Source.PYTHON))
+        has_fp8_kv = kind is _CompressedTensors and _has_fp8_kv(values.get(_KV))
+        if has_fp8_kv and values.get("config_groups") in (None, {}):
+            return None, True
+        return of(convert(values, kind, Source.PYTHON)), has_fp8_kv
     except FieldError as error:
         raise error.at(FIELD) from error

@@ -22,11 +22,12 @@ from safetensors import SafetensorError, safe_open
 from compile.errors import FieldError, Words
 from model.config import ModelConfig
 from model.files import check_file, read_json, refused
+from model.layers.attention import KV_SCALE
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
 from model.quantization import Quantization
-from model.stored_weights import Cut, Stored, plain_tensor, stored_tensors, values_of
+from model.stored_weights import FLOATS, Cut, Stored, plain_tensor, stored_tensors, values_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,6 +91,61 @@ def load_weights(
         for source, is_good in zip(read, is_finite, strict=True):
             if not is_good:
                 raise _not_finite(source, opened)
+
+
+def load_kv_scales(
+    model: CausalLM, checkpoint_dir: Path, device: torch.device, *, is_used: bool
+) -> None:
+    """Give each attention layer the scales that the checkpoint has for an FP8 cache of its keys and
+    values, 1 where it has none at all. A FieldError names one that is missing, twice there, or not
+    one number above 0. Unless they are used, a line says that they are passed over."""
+    files = _tensor_files(checkpoint_dir)
+    layers = {name.removesuffix(".attn"): each for name, each in model.attention_layers().items()}
+    names: dict[tuple[str, str], str] = {}
+    for name in files:
+        if (found := KV_SCALE.fullmatch(name)) is None or found[2] == "q":
+            continue
+        if found[1] not in layers or (found[1], found[2]) in names:
+            wanted = "one scale for the keys of a layer and one for its values"
+            raise refused(f"tensor {name}", wanted, Words("another"), files[name])
+        names[found[1], found[2]] = name
+    if not is_used:
+        if names:
+            log.info("scales of FP8 KV are passed over: kv_cache_dtype is auto")
+        return
+    if not names:
+        log.warning("scales of FP8 KV: wanted k_scale and v_scale, found none; 1 in their place")
+    with ExitStack() as stack:
+        paths = dict.fromkeys(files[name] for name in names.values())
+        opened = {path: stack.enter_context(_opened(path)) for path in paths}
+        for prefix, layer in layers.items():
+            scales = [1.0, 1.0]
+            if names:
+                scales = []
+                for kind in "kv":
+                    name = names.get((prefix, kind), "")
+                    if not name:
+                        field = f"tensor {prefix}.{kind}_scale"
+                        raise refused(field, "in the checkpoint", Words("none"), checkpoint_dir)
+                    scales.append(_kv_scale(name, opened[files[name]], files[name]))
+            # Each layer's has an address of its own, as aligned as all others.
+            layer.kv_scales = torch.tensor(scales, dtype=torch.float32, device=device)
+
+
+def _kv_scale(name: str, file: Any, path: Path) -> float:
+    field = f"tensor {name}"
+    if name not in file.keys():  # noqa: SIM118 (no mapping)
+        raise refused(field, "where the index says", Words("none"), path)
+    stored = file.get_slice(name)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if math.prod(shape) != 1:
+        raise refused(field, "one number (scales by head are not built yet)", shape, path)
+    if dtype not in FLOATS:
+        raise refused(field, f"one of {', '.join(FLOATS)}", dtype, path)
+    value = float(file.get_tensor(name))
+    if not 0 < value < math.inf:
+        raise refused(field, "a number above 0", value, path)
+    return value
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
@@ -271,12 +327,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,
+    has_fp8_kv: bool = False,
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
-    FieldError if the checkpoint cannot be used, or not by this many ranks."""
+    FieldError if the checkpoint cannot be used, or not by this many ranks. `has_fp8_kv`: its KV
+    cache will be FP8, and attention gets its scales."""
     place = Placement(dtype, torch.device(device), shard)
     model, config = _described_model(checkpoint_dir, place)
     load_weights(model, checkpoint_dir, progress)
+    load_kv_scales(model, Path(checkpoint_dir), place.device, is_used=has_fp8_kv)
     return model.eval(), config
 
 

@@ -68,6 +68,7 @@ Switch = Literal["on", "off"]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], says("auto, float32, bfloat16, float16")
 ]
+KVCacheDtype = Annotated[Literal["auto", "fp8", "fp8_e4m3"], says("auto, fp8 or fp8_e4m3")]
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
 DraftTokens = Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS), says(f"1 to {MAX_DRAFT_TOKENS}")]
@@ -225,10 +226,14 @@ class DeployArgs(EngineArgs, frozen=True):
     has no GPU and others do."""
     dtype: Dtype = "auto"
     """`float32`, `bfloat16` or `float16`, of weights (quantized ones too, once they are read),
-    activations and KV; `auto`: the checkpoint's."""
+    activations and, with `kv_cache_dtype=auto`, KV; `auto`: the checkpoint's."""
     max_model_len: int | None = None
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """`fp8` or `fp8_e4m3`: KV takes a byte a number, so that twice as many blocks fit as with
+    `bfloat16`, and tokens may differ; by the checkpoint's scales `k_scale` and `v_scale`, or 1.
+    `auto`: the checkpoint's `kv_cache_scheme`, else as `dtype`."""
     block_size: Positive = CacheConfig.block_size
     """Tokens in one KV block."""
     enable_prefix_caching: bool = CacheConfig.enable_prefix_caching

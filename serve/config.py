@@ -211,7 +211,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         max_prompt_len=model.max_prompt_len,
         cache_info=(
             ("block_size", str(engine.cache.block_size)),
-            ("cache_dtype", engine.dtype),
+            ("cache_dtype", engine.kv_dtype),
             ("enable_prefix_caching", str(engine.cache.enable_prefix_caching)),
             ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
         ),
@@ -296,6 +296,7 @@ def _resolved(
             gpu_memory_utilization=args.gpu_memory_utilization
             or CacheConfig.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
+            dtype="fp8" if args.kv_cache_dtype != "auto" or model.has_fp8_kv else "auto",
         ),
         scheduler=scheduler,
         compilation=CompilationConfig(**args.compilation),
@@ -440,7 +441,8 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
 def _kv_hash(content: bytes, pool: PoolConfig) -> str:
     engine = pool.engine
     size = engine.parallel.tensor_parallel_size
-    return _digest(content, KV_AXES, engine.dtype, engine.cache.block_size, size)
+    dtypes = (engine.dtype, engine.kv_dtype)
+    return _digest(content, KV_AXES, dtypes, engine.cache.block_size, size)
 
 
 def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:
@@ -451,7 +453,8 @@ def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:
         repr([fields[name] for name in (*KEYED_FIELDS, "compiler")])
         for fields in (pool.engine.compilation.to_dict() for pool in pools)
     }
-    facts = (engine.device, engine.dtype, engine.max_model_len, sorted(compilations))
+    dtypes = (engine.dtype, engine.kv_dtype)
+    facts = (engine.device, dtypes, engine.max_model_len, sorted(compilations))
     return _digest(content, NUMERICS_VERSION, *facts)
 
 

@@ -98,6 +98,7 @@ class ModelRunner:
                 dtype=getattr(torch, config.dtype),
                 device=self.device,
                 progress=None if progress is None else partial(progress, "loading weights"),
+                has_fp8_kv=config.cache.dtype == "fp8",
             )
         num_data_ranks = 1 if self.shard.data is None else self.shard.data.size
         token_bytes = bytes_per_token(self.model_config, config.dtype, num_data_ranks)
@@ -108,7 +109,7 @@ class ModelRunner:
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
             block_size=config.cache.block_size,
-            dtype=getattr(torch, config.dtype),
+            dtype=getattr(torch, config.kv_dtype),
         )
         self.inputs = StepInputs(config, self.model_config.vocab_size, self.device)
         self.forward = StepForward(

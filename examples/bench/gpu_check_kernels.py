@@ -239,7 +239,7 @@ def prefills(
             group = cache.num_heads // cache.num_kv_heads
             arch = arch_of(q.device)
             own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype, arch)
-            triton_prefill.paged_prefill(q, *args, replace(own, **other_tiles))
+            triton_prefill.paged_prefill(q, *args, tiles=replace(own, **other_tiles))
 
         call()
         pairs = sum(

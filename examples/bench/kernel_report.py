@@ -38,6 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from model.kernels.paged_attention import FP8
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -111,6 +112,9 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
         for group in (4, 8):
             yield from attention_cases(f"D{head_dim} G{group}", head_dim, group, None, dtype)
     yield from attention_cases("D128 G8 W4096", 128, 8, 4096, dtype)
+    for head_dim, group in ((64, 8), (128, 4)):
+        name = f"D{head_dim} G{group} e4m3"
+        yield from attention_cases(name, head_dim, group, None, dtype, has_fp8=True)
     x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
     yield "E4096", lambda: triton_elementwise.rms_norm(x, weight, 1e-5)
     yield "E4096 residual", lambda: triton_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
@@ -141,12 +145,20 @@ def expert_case(
 
 
 def attention_cases(
-    name: str, head_dim: int, group: int, window: int | None, dtype: torch.dtype
+    name: str,
+    head_dim: int,
+    group: int,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    has_fp8: bool = False,
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield a layer's write, its prefill and its decodes with and without splits."""
     num_kv_heads = 8
     heads = (num_kv_heads * group, num_kv_heads, num_kv_heads)
-    pool = empty(NUM_BLOCKS, 2, 2, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype)
+    held = FP8 if has_fp8 else dtype
+    scales = empty(2, dtype=torch.float32) if has_fp8 else None
+    pool = empty(NUM_BLOCKS, 2, 2, BLOCK_SIZE, num_kv_heads, head_dim, dtype=held)
     caches = (pool[:, 1, 0], pool[:, 1, 1])
     q, k, v = empty(512, sum(heads), head_dim, dtype=dtype).split(heads, dim=1)
     out, scale = torch.empty_like(q), head_dim**-0.5
@@ -158,18 +170,23 @@ def attention_cases(
 
     def decode(n: int) -> Callable[[], object]:
         where = (table[:n], lengths[:n])
-        return lambda: triton_decode.paged_decode(q[:n], *caches, *where, scale, out[:n], window)
+        return lambda: triton_decode.paged_decode(
+            q[:n], *caches, *where, scale, out[:n], window, scales
+        )
 
     yield (
         name,
         lambda: triton_prefill.paged_prefill(
-            q, *caches, table, bounds, lengths, scale, out, window
+            q, *caches, table, bounds, lengths, scale, out, window, scales
         ),
     )
     yield f"{name} S1", decode(1)
     yield f"{name} S256", decode(256)
     if window is None:
-        yield name, lambda: triton_rope.rope_and_write_kv(q, k, v, cos, cos, *caches, slots)
+        yield (
+            name,
+            lambda: triton_rope.rope_and_write_kv(q, k, v, cos, cos, *caches, slots, scales),
+        )
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -228,7 +245,13 @@ def ast_source(launch: Launch) -> ASTSource:
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+        names = {
+            "bfloat16": "bf16",
+            "float16": "fp16",
+            "float32": "fp32",
+            "float64": "fp64",
+            "uint8": "u8",
+        }
         name = str(value.dtype).removeprefix("torch.")
         return "*" + names.get(name, name.replace("int", "i"))
     if isinstance(value, float):

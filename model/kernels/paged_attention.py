@@ -9,6 +9,10 @@ clears it; or it holds what the same sequence's draft left there.
 Each call copies the keys and values that it attends to into memory of its own. Kernels copy
 nothing.
 
+A cache of e4m3 (Micikevicius et al., 2022) holds x / s for a value x, cut off at the largest number
+that it has; s is the layer's scale of keys or of values (`kv_scales`: float32 [2]). Attention takes
+q * s for what is held there. Other caches are of the model's dtype, and have no scales.
+
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the
 pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
 """
@@ -20,6 +24,14 @@ import torch.nn.functional as F
 
 from model.kernels.elementwise import rotate
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+def quantize_kv(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return x / scale in e4m3, rounded to nearest, ties to even. What is not a number stays so."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
 
 def write_kv(
     k: torch.Tensor,
@@ -27,19 +39,24 @@ def write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Write tokens into their slots, in order, blocks from their first slot on. Block 0 takes
     padding.
 
     k, v: [T, Hkv, D]; k_cache, v_cache: [N, B, Hkv, D], any strides; slot_mapping: int64 [T],
-    block * B + offset
+    block * B + offset; kv_scales: float32 [2] for caches of e4m3, else None
     """
+    if kv_scales is not None:
+        k, v = (quantize_kv(new, s) for new, s in zip((k, v), kv_scales, strict=True))
+        # Of bytes torch fills and scatters what it does not of e4m3; zero is 0 in both.
+        k, v, k_cache, v_cache = (t.view(torch.uint8) for t in (k, v, k_cache, v_cache))
     block_size = k_cache.shape[1]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     opened = blocks[offsets == 0]
     for new, cache in ((k, k_cache), (v, v_cache)):
         if opened.numel():
-            cache.index_fill_(0, opened, 0.0)
+            cache.index_fill_(0, opened, 0)
         cache.index_put_((blocks, offsets), new)
         cache[0].zero_()
 
@@ -53,12 +70,13 @@ def rope_and_write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys to their positions, write keys and values; return the queries.
 
-    q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
+    q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]; the rest as `write_kv` takes it
     """
-    write_kv(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    write_kv(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping, kv_scales)
     return rotate(q, cos, sin)
 
 
@@ -71,6 +89,7 @@ def paged_decode(
     scale: float,
     out: torch.Tensor,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend from one token per sequence to its last tokens, itself included.
 
@@ -78,7 +97,8 @@ def paged_decode(
     read.
 
     q, out: [S, H, D]; k_cache, v_cache: [N, B, Hkv, D], any strides; block_table: int32 [S, M];
-    seq_lens: int32 [S]; token j attends to token i where j - i < sliding_window, or to all
+    seq_lens: int32 [S]; token j attends to token i where j - i < sliding_window, or to all;
+    kv_scales: float32 [2] for caches of e4m3, else None
     """
     num_seqs, num_kv_heads, block_size = q.shape[0], k_cache.shape[2], k_cache.shape[1]
     # A padding sequence sees one slot, of the scratch block: a row without any would be NaN.
@@ -94,8 +114,9 @@ def paged_decode(
     positions = first * block_size + torch.arange(length, device=seq_lens.device)
     mask = (positions >= starts) & (positions < stops)
     shape = (num_seqs, length, num_kv_heads, -1)
-    k = _gather(k_cache, blocks).view(shape).transpose(1, 2)
-    v = _gather(v_cache, blocks).view(shape).transpose(1, 2)
+    k, v = (
+        t.view(shape).transpose(1, 2) for t in _gather(k_cache, v_cache, blocks, kv_scales, q.dtype)
+    )
     # The G query heads of a KV head stand where SDPA expects query tokens: nothing is repeated.
     grouped = q.unflatten(1, (num_kv_heads, -1))
     attended = F.scaled_dot_product_attention(
@@ -114,6 +135,7 @@ def paged_prefill(
     scale: float,
     out: torch.Tensor,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attend from chunks of prompts, each to its sequence's tokens up to itself.
 
@@ -134,9 +156,9 @@ def paged_prefill(
         first = _first_block(seq_len - num_queries, sliding_window, block_size)
         blocks = block_table[i, first : -(-seq_len // block_size)]
         num_tokens = seq_len - first * block_size
-        keys = _gather(k_cache, blocks)[:num_tokens]
-        values = _gather(v_cache, blocks)[:num_tokens]
-        out[rows] = _attend_chunk(q[rows], keys, values, scale, sliding_window)
+        keys, values = _gather(k_cache, v_cache, blocks, kv_scales, q.dtype)
+        seen = keys[:num_tokens], values[:num_tokens]
+        out[rows] = _attend_chunk(q[rows], *seen, scale, sliding_window)
 
 
 def _first_block(position: int, sliding_window: int | None, block_size: int) -> int:
@@ -167,6 +189,16 @@ def _attend_chunk(
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Copy `blocks` [n] of a cache, one after the other: [n * B, Hkv, D]."""
-    return cache.index_select(0, blocks).flatten(0, 1)
+def _gather(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy `blocks` [n] of both caches, one after the other: [n * B, Hkv, D] of `dtype`."""
+    k, v = (cache.index_select(0, blocks).flatten(0, 1) for cache in (k_cache, v_cache))
+    if kv_scales is None:
+        return k, v
+    k_scale, v_scale = kv_scales
+    return (k.float() * k_scale).to(dtype), (v.float() * v_scale).to(dtype)

@@ -9,6 +9,7 @@ Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, M column
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,10 @@ from torch import nn
 from compile.context import get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.kernels.dispatch import kernels_for
+
+KV_SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|[qkv]_proj\.|qkv_proj\.)?([qkv])_scale")
+"""Names of the scales in a checkpoint, in all spellings that vLLM takes: a layer's attention, and
+what the scale is of."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class AttentionMetadata:
 
 
 class Attention(nn.Module):
-    """One layer's attention on this rank's heads; holds no weights."""
+    """One layer's attention on this rank's heads; holds no weights but the scales of its cache."""
 
     def __init__(
         self,
@@ -54,6 +59,9 @@ class Attention(nn.Module):
         self.layer_name = layer_name
         self.sliding_window = sliding_window
         self.scale = head_dim**-0.5
+        self.kv_scales: torch.Tensor | None = None
+        """float32 [2], of keys and of values, set with weights where the cache is e4m3; else None.
+        The op reads them, so that layers stay alike in a traced graph."""
 
     def forward(
         self,
@@ -85,19 +93,20 @@ def _unified_attention_with_output(
     caches = (cache.k_cache, cache.v_cache)
     metadata: AttentionMetadata = context.attn_metadata
     kernels = kernels_for(q)
-    q = kernels.rope_and_write_kv(q, k, v, cos, sin, *caches, metadata.slot_mapping)
+    scales = layer.kv_scales
+    q = kernels.rope_and_write_kv(q, k, v, cos, sin, *caches, metadata.slot_mapping, scales)
     n, table, lengths = metadata.num_decodes, metadata.block_table, metadata.seq_lens
     if n == lengths.shape[0] == q.shape[0]:
         # A step of decodes alone, as the next lines would compute it, without eight slices.
         decodes = (table, lengths, layer.scale, output)
-        kernels.paged_decode(q, *caches, *decodes, layer.sliding_window)
+        kernels.paged_decode(q, *caches, *decodes, layer.sliding_window, scales)
         return
     if n:
         decodes = (table[:n], lengths[:n], layer.scale, output[:n])
-        kernels.paged_decode(q[:n], *caches, *decodes, layer.sliding_window)
+        kernels.paged_decode(q[:n], *caches, *decodes, layer.sliding_window, scales)
     if n < lengths.shape[0]:
         chunks = (table[n:], metadata.cu_seqlens_q[n:], lengths[n:], layer.scale, output)
-        kernels.paged_prefill(q, *caches, *chunks, layer.sliding_window)
+        kernels.paged_prefill(q, *caches, *chunks, layer.sliding_window, scales)
     elif n < q.shape[0]:
         # Tokens behind the last sequence are padding: nothing wrote their rows.
         output[n:].zero_()

@@ -18,7 +18,7 @@ from model import user_buffers  # noqa: F401  (registers ops that passes write i
 from model.config import ModelConfig
 from model.families import FAMILIES
 from model.kernels import dispatch
-from model.layers.attention import Attention
+from model.layers.attention import KV_SCALE, Attention
 from model.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -195,5 +195,8 @@ class CausalLM(nn.Module):
         """Return whether a checkpoint may hold this tensor although no parameter wants it."""
         if tensor_name == "lm_head.weight":
             return self.config.tie_word_embeddings
+        # Read apart from weights, where the KV cache is FP8.
+        if KV_SCALE.fullmatch(tensor_name):
+            return True
         # Older conversions stored the rotary frequencies, which follow from the configuration.
         return tensor_name.endswith(".rotary_emb.inv_freq")

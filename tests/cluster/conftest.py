@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 # The modules of `parity` and of the simulator find each other, here and in tests.
-for folder in ("cluster/parity", "simulation"):
+for folder in ("cluster/parity", "model/checkpoints", "simulation"):
     sys.path.append(str(Path(__file__).resolve().parents[1] / folder))
 
 

@@ -31,6 +31,19 @@ def test_pool_lives_in_given_storage() -> None:
     assert not any(storage[:start]) and not any(storage[stop:])
 
 
+@pytest.mark.feature("S09")
+def test_fp8_blocks_are_half_of_bfloat16s_and_a_quarter_of_float32s() -> None:
+    fp8, plain = (
+        dataclasses.replace(SPEC, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float32)
+    )
+    assert 4 * fp8.block_bytes == 2 * SPEC.block_bytes == plain.block_bytes
+    memory = 7 * SPEC.block_bytes
+    assert fp8.num_blocks_for(memory) == 2 * SPEC.num_blocks_for(memory) == 14
+    pool = fp8.allocate(5, CPU)
+    assert pool.dtype == torch.float8_e4m3fn and pool[3].nbytes == fp8.block_bytes
+    assert fp8.layout == "float8_e4m3fn:layers3:kv2:block4:heads2:dim8"
+
+
 @pytest.mark.parametrize("size", [0, SPEC.block_bytes, 3 * SPEC.block_bytes + 1])
 def test_storage_of_another_size_is_refused(size: int) -> None:
     with pytest.raises(FieldError, match=f"kv storage: wanted {3 * SPEC.block_bytes} bytes"):

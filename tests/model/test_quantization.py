@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantizer import KINDS, REORDERED, Kind, Tensors, awq, fp8, gptq, pack, write
+from quantizer import KINDS, KV_SCHEME, REORDERED, Kind, Tensors, awq, fp8, gptq, pack, write
 from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
@@ -211,7 +211,8 @@ def test_any_cut_at_whole_groups_and_words_is_read_to_the_bit(
     case: tuple[Kind, torch.Tensor, Cut], outputs_at_once: int
 ) -> None:
     kind, weight, cut = case
-    quantization = read_quantization(kind.config)
+    quantization, _ = read_quantization(kind.config)
+    assert quantization is not None
     tensors, plain = kind.parts(weight)
     sizes = tuple(weight.shape)
     stored = stored_tensors(quantization, "a.weight", sizes, cut)
@@ -414,11 +415,14 @@ def test_modules_that_are_not_quantized_are_read_as_they_are(
 
 
 def test_a_name_stands_for_whole_components() -> None:
-    of = read_quantization({**ALL["awq"].config, "modules_to_not_convert": ["mlp.gate", "0.mlp"]})
+    config = {**ALL["awq"].config, "modules_to_not_convert": ["mlp.gate", "0.mlp"]}
+    of, _ = read_quantization(config)
+    assert of is not None
     plain = ["a.mlp.gate", "layers.0.mlp", "layers.0.mlp.up_proj"]
     quantized = ["a.mlp.gate_proj", "xmlp.gate", "layers.10.mlp.up_proj"]
     assert [of.is_plain(name) for name in plain + quantized] == [True] * 3 + [False] * 3
-    of = read_quantization({**ALL["int by channel"].config, "ignore": ["a.b", "re:.*c$"]})
+    of, _ = read_quantization({**ALL["int by channel"].config, "ignore": ["a.b", "re:.*c$"]})
+    assert of is not None
     assert [of.is_plain(name) for name in ("a.b", "x.c", "a.b.d", "x.cd", "aXb")] == [
         *[True] * 2,
         *[False] * 3,
@@ -432,6 +436,8 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
 
 
 IN_GROUP = "config_groups.group_0"
+CONFIGS = {name: kind.config for name, kind in KINDS.items()}
+CONFIGS["packed 4, FP8 KV"] = {**CONFIGS["packed 4"], "kv_cache_scheme": KV_SCHEME}
 REFUSED: list[tuple[str, str, object, str]] = [
     (
         "fp8",
@@ -445,9 +451,15 @@ REFUSED: list[tuple[str, str, object, str]] = [
     ("fp8", "activation_scheme", "odd", "wanted dynamic or static, found 'odd'"),
     ("fp8", "fmt", "e5m2", "wanted e4m3, found 'e5m2'"),
     ("fp8", "modules_to_not_convert", "gate", "wanted a list of modules' names, or null, found"),
-    ("fp8", "kv_cache_scheme", {"num_bits": 8}, "wanted none (an FP8 KV cache is not built yet)"),
+    ("fp8", "kv_cache_scheme", {"num_bits": 8}, "wanted none, found {'num_bits': 8}"),
     ("packed 4", "format", "marlin-24", "wanted float-quantized, int-quantized or pack-quantized"),
-    ("packed 4", "kv_cache_scheme", {"num_bits": 8}, "wanted none (an FP8 KV cache is not built"),
+    ("packed 4", "kv_cache_scheme", "fp8", "wanted object, found 'fp8'"),
+    ("packed 4, FP8 KV", "kv_cache_scheme.num_bits", 4, "wanted 8, found 4"),
+    ("packed 4, FP8 KV", "kv_cache_scheme.type", "int", "wanted float, found 'int'"),
+    ("packed 4, FP8 KV", "kv_cache_scheme.symmetric", False, "wanted true, found False"),
+    ("packed 4, FP8 KV", "kv_cache_scheme.strategy", "attn_head", "wanted tensor, found 'attn"),
+    ("packed 4, FP8 KV", "kv_cache_scheme.dynamic", True, "wanted false, found True"),
+    ("packed 4, FP8 KV", "config_groups", {"a": {}, "b": {}}, "wanted one group, found ['a', 'b']"),
     ("packed 4", "config_groups", {}, "wanted one group, found []"),
     ("packed 4", "sparsity_config", {"format": "dense"}, "wanted none, found {'format': 'dense'}"),
     ("packed 4", "transform_config", {"config_groups": {}}, "wanted none, found {'config_groups'"),
@@ -500,7 +512,7 @@ REFUSED: list[tuple[str, str, object, str]] = [
 def test_what_is_not_served_is_refused_by_field(
     kind: str, field: str, value: object, message: str
 ) -> None:
-    config = changed(KINDS[kind].config, field, value)
+    config = changed(CONFIGS[kind], field, value)
     with pytest.raises(FieldError) as caught:
         ModelConfig.from_dict(
             {"architectures": ["LlamaForCausalLM"], "quantization_config": config}, "config.json"
@@ -526,7 +538,7 @@ def paths_in_value(value: object) -> list[str]:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_json_in_place_of_a_field_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
-    config = KINDS[data.draw(st.sampled_from(list(KINDS)))].config
+    config = CONFIGS[data.draw(st.sampled_from(list(CONFIGS)))]
     config = changed(config, data.draw(st.sampled_from(paths_in(config))), data.draw(JSON))
     values = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
     try:
@@ -535,5 +547,5 @@ def test_any_json_in_place_of_a_field_is_read_or_refused_in_one_line(data: st.Da
         assert str(error).startswith("quantization_config.") and "\n" not in str(error)
         assert ": wanted " in str(error) and ", found " in str(error)
     else:
-        assert found.quantization is not None
+        assert found.quantization is not None or found.has_fp8_kv
         assert hash(found) == hash(ModelConfig.from_dict(values, "config.json"))

@@ -23,6 +23,7 @@ REPLAYED = "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O0_
 REPLAYED_IN_PIECES = (
     "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O3_PIECEWISE]"
 )
+KERNELS, FP8_KV = "tests/model/kernels/test_kernels.py", "tests/model/test_fp8_kv.py"
 FORWARD = "tests/cluster/rank/test_forward.py"
 MATRIX_DRAFTS = "tests/cluster/parity/test_matrix.py::test_row[six_heads-drafted-3_drafts]"
 TRACES = "tests/cluster/engine/test_random_traces.py"
@@ -793,5 +794,35 @@ MUTATIONS = (
         "cluster/group/membership.py",
         {"if memory is not None:": "if False:"},
         ("tests/cluster/group/test_membership.py",),
+    ),
+    Mutation(
+        "Keys of an FP8 cache are taken without their scale (S09).",
+        "model/kernels/cpu/cpp/paged_decode.cpp",
+        {"scale * cache.scales.keys": "scale"},
+        (KERNELS, FP8_KV),
+    ),
+    Mutation(
+        "Values go into an FP8 cache without their scale (S09).",
+        "model/kernels/cpu/cpp/rope_and_write_kv.cpp",
+        {"load(x + d) / scale);": "load(x + d));"},
+        (KERNELS, FP8_KV),
+    ),
+    Mutation(
+        "A number halfway between two of e4m3 is rounded up (S09).",
+        "model/kernels/cpu/cpp/simd.h",
+        {"(bits + 0x7ffff + ((bits >> 20) & 1)) >> 20": "(bits + 0x80000) >> 20"},
+        (KERNELS,),
+    ),
+    Mutation(
+        "A layer's scale of keys is its values' and the other way round (S09).",
+        "model/weights.py",
+        {"layer.kv_scales = torch.tensor(scales,": "layer.kv_scales = torch.tensor(scales[::-1],"},
+        (FP8_KV,),
+    ),
+    Mutation(
+        "Engines read KV that is FP8 as if it were not (S09).",
+        "serve/config.py",
+        {"KV_AXES, dtypes, engine": "KV_AXES, engine.dtype, engine"},
+        ("tests/serve/test_config.py",),
     ),
 )

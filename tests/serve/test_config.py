@@ -289,6 +289,31 @@ def test_a_pool_takes_text_and_short_names_as_the_application_does() -> None:
     )
 
 
+@pytest.mark.feature("S09")
+def test_kv_is_fp8_where_it_is_asked_for_or_the_checkpoint_is_made_for_it(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "fp8")
+    path = tmp_path / "fp8" / "config.json"
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    method = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": method}))
+    scheduled = {"model": str(path.parent)}
+    plain = {"model": str(tiny_checkpoint), "dtype": "float32"}
+    for raw, wanted in (
+        (plain, "float32"),
+        (plain | {"dtype": "bfloat16"}, "bfloat16"),
+        (plain | {"kv_cache_dtype": "fp8"}, "float8_e4m3fn"),
+        (plain | {"kv_cache_dtype": "fp8_e4m3"}, "float8_e4m3fn"),
+        (scheduled, "float8_e4m3fn"),
+    ):
+        config = deploy_config(raw)
+        assert {pool.engine.kv_dtype for pool in config.pools} == {wanted}
+        assert ("cache_dtype", wanted) in config.api.cache_info
+    same = ({**plain, "kv_cache_dtype": kind} for kind in ("fp8", "fp8_e4m3"))
+    assert len({hashes_of(raw) for raw in same}) == 1
+
+
 # Bad arguments.
 
 
@@ -310,7 +335,7 @@ KV = {
     **{f"{pool}.tensor_parallel_size": 2 for pool in ("prefill", "decode", "mixed")},
 }
 """Other KV alone: streams go on at the successor, which computes them."""
-BOTH = {"model": "tuned", "dtype": "float32"}
+BOTH = {"model": "tuned", "dtype": "float32", "kv_cache_dtype": "fp8"}
 NEITHER = {
     **{
         prefix + name: value
@@ -413,6 +438,10 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"block_size": "2.5"}, "block_size: wanted int, found '2.5'"),
         ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
         ({"dtype": "int8"}, "dtype: wanted auto, float32, bfloat16, float16, found 'int8'"),
+        *(
+            ({"kv_cache_dtype": kind}, "kv_cache_dtype: wanted auto, fp8 or fp8_e4m3, found")
+            for kind in ("fp8_e5m2", "fp8_inc", "int8", "bfloat16")
+        ),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
         ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),
         ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),

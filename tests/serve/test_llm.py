@@ -168,6 +168,59 @@ def test_bfloat16_follows_transformers() -> None:
         assert error < 0.05
 
 
+# An FP8 KV cache.
+
+SUMS = [[{"role": "user", "content": f"What is {a} + 3?"}] for a in (14, 25, 36, 77)]
+
+
+def fp8_llm(**options: Any) -> LLM:
+    options = {"compilation": {"level": 0}, **options}
+    return LLM(max_num_seqs=4, dtype="float32", kv_cache_dtype="fp8", **options)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.chat(SUMS, params)]
+
+
+@pytest.fixture(scope="module")
+def fp8_tokens() -> list[list[int]]:
+    """What one eager engine generates, whose cache finds nothing."""
+    return tokens_of(fp8_llm(enable_prefix_caching=False))
+
+
+@pytest.mark.feature("S09")
+@pytest.mark.parametrize(
+    "compilation",
+    [
+        pytest.param({"level": 0, "cudagraph_mode": "FULL"}, id="full graphs"),
+        pytest.param({"level": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}, id="pieces"),
+        pytest.param({"level": 3}, id="compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_kv_gives_one_models_tokens_however_it_runs(
+    compilation: dict[str, Any], fp8_tokens: list[list[int]]
+) -> None:
+    llm = fp8_llm(compilation=compilation)
+    assert tokens_of(llm) == fp8_tokens
+    # The same again: prompts are found in the prefix cache.
+    assert tokens_of(llm) == fp8_tokens
+    [output] = llm.chat(SUMS[0], SamplingParams(max_tokens=1))
+    assert output.num_cached_tokens > 0
+
+
+@pytest.mark.feature("S09")
+def test_twice_as_many_fp8_blocks_as_bfloat16_ones_fit_in_given_memory() -> None:
+    num_blocks = {}
+    for kind in ("auto", "fp8"):
+        eager = {"level": 0}
+        llm = LLM(dtype="bfloat16", kv_memory="16MiB", kv_cache_dtype=kind, compilation=eager)
+        num_blocks[kind] = llm.runner.num_blocks
+        assert llm.runner.kv_pool.nbytes <= 16 << 20
+    # The scratch block is counted among what fits.
+    assert num_blocks["fp8"] + 1 == 2 * (num_blocks["auto"] + 1)
+
+
 # What graphs cost, and what their padding does.
 
 GRAPHS = {"level": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

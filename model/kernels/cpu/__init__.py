@@ -22,30 +22,40 @@ from model.kernels.sparse_mlp import route as route
 
 def paged_decode(*args: Any) -> None:
     """Attend, reading each byte of KV once."""
-    *tensors, scale, out, window = args
-    if not native.run("paged_decode", *tensors, out, scalar=scale, window=window or 0):
+    if not _attends("paged_decode", args[:5], *args[5:]):
         boundary(paged_attention.paged_decode)(*args)
 
 
 def paged_prefill(*args: Any) -> None:
     """Attend; rows behind the last sequence become zero."""
-    *tensors, scale, out, window = args
-    if not native.run("paged_prefill", *tensors, out, scalar=scale, window=window or 0):
+    if not _attends("paged_prefill", args[:6], *args[6:]):
         _paged_prefill(*args)
+
+
+def _attends(
+    name: str,
+    tensors: tuple[torch.Tensor, ...],
+    scale: float,
+    out: torch.Tensor,
+    window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> bool:
+    tensors = (*tensors, out) if kv_scales is None else (*tensors, out, kv_scales)
+    return native.run(name, *tensors, scalar=scale, window=window or 0)
 
 
 @boundary
 def _paged_prefill(*args: Any) -> None:
     paged_attention.paged_prefill(*args)
-    *tensors, _, out, _ = args
-    cu_seqlens_q = tensors[-2]
+    cu_seqlens_q, out = args[4], args[7]
     out[int(cu_seqlens_q[-1]) :].zero_()
 
 
-def rope_and_write_kv(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def rope_and_write_kv(q: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
     """Rotate and write in one pass over the tokens."""
     rotated = q.new_empty(q.shape)
-    if native.run("rope_and_write_kv", q, *others, rotated):
+    given = [tensor for tensor in others if tensor is not None]  # all but the scales always are
+    if native.run("rope_and_write_kv", q, rotated, *given):
         return rotated
     in_torch: torch.Tensor = boundary(paged_attention.rope_and_write_kv)(q, *others)
     return in_torch

@@ -33,6 +33,7 @@ from compile.environment import cache_root, cxx
 from compile.graphs.boundary import active
 from compile.machine import PrivateDirectoryError, make_private, processor
 from compile.scope import ArtifactExchange
+from model.kernels.paged_attention import FP8
 
 DIRECTORY = "native"
 """Below the cache's root."""
@@ -154,12 +155,12 @@ def _run(command: list[str]) -> str:
 
 
 @functools.cache
-def native_function(name: str, dtype: torch.dtype) -> Any:
+def native_function(name: str, dtype: torch.dtype, suffix: str = "") -> Any:
     """Return a function of the library for tensors of `dtype`; None where there is none."""
     library = native_library()
     if library is None or dtype not in (torch.float32, torch.bfloat16):
         return None
-    found = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+    found = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}{suffix}")
     found.argtypes, found.restype = _SIGNATURES.get(name, _KERNEL)
     return found
 
@@ -190,12 +191,16 @@ def _prepared(
     *kinds: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]],
 ) -> tuple[Callable[..., bool], Callable[..., bytes], ctypes.Array[ctypes.c_int64]] | None:
     """Return a kernel, and what packs addresses and sizes as `Arguments` in C++ reads them; None
-    where the kernel is not built, where dtypes differ and where a last stride is not 1."""
+    where the kernel is not built, where dtypes differ and where a last stride is not 1. Behind
+    caches of e4m3 their two scales come last."""
     first = kinds[0][0]
-    kernel = native_function(name, first)
+    taken, suffix = {first, torch.int32, torch.int64}, ""
+    if kinds[-1][:2] == (torch.float32, (2,)) and any(dtype == FP8 for dtype, *_ in kinds):
+        taken, suffix = taken | {FP8, torch.float32}, "_fp8"
+    kernel = native_function(name, first, suffix)
     sizes = [num_threads, window]
     for dtype, shape, strides in kinds:
-        if strides[-1] != 1 or dtype not in (first, torch.int32, torch.int64):
+        if strides[-1] != 1 or dtype not in taken:
             return None
         sizes += [len(shape), *shape, *strides]
     if kernel is None:

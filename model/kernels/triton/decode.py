@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model.kernels.triton.e4m3 import UNIT
 from model.kernels.triton.tiles import LOG2_E, decode_tiles, softmax_step
 
 MIN_SPLIT_TOKENS = 256
@@ -90,6 +91,7 @@ def _split_kernel(
     scale_log2: tl.tensor,
     num_programs: tl.tensor,
     window: tl.tensor,
+    kv_scales: tl.tensor,
     stride_q_seq: tl.tensor,
     stride_q_head: tl.tensor,
     stride_k_block: tl.tensor,
@@ -147,6 +149,8 @@ def _split_kernel(
     is_q = (rows < GROUP)[:, None] & is_dim[None, :]
     q_at = q + seq * stride_q_seq + heads[:, None] * stride_q_head + dims[None, :]
     q_tile = tl.load(q_at, mask=is_q, other=0.0)
+    if kv_scales is not None:
+        scale_log2 *= tl.load(kv_scales) * UNIT
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -166,8 +170,8 @@ def _split_kernel(
         offset = kv % BLOCK_SIZE
         k_at = block.to(tl.int64) * stride_k_block + offset * stride_k_token
         v_at = block.to(tl.int64) * stride_v_block + offset * stride_v_token
-        k_tile = tl.load(k_cache + k_at[:, None] + dims[None, :], mask=is_loaded, other=0.0)
-        v_tile = tl.load(v_cache + v_at[:, None] + dims[None, :], mask=is_loaded, other=0.0)
+        k_tile = tl.load(k_cache + k_at[:, None] + dims[None, :], mask=is_loaded, other=0)
+        v_tile = tl.load(v_cache + v_at[:, None] + dims[None, :], mask=is_loaded, other=0)
         acc, row_max, row_sum = softmax_step(
             q_tile, k_tile, v_tile, is_kv[None, :], scale_log2, acc, row_max, row_sum
         )
@@ -177,6 +181,8 @@ def _split_kernel(
         block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    if kv_scales is not None:
+        acc *= tl.load(kv_scales + 1) * UNIT
     # What a single split finds is the result; there is nothing to join.
     if num_splits <= 1:
         out_at = out + seq * stride_out_seq + heads[:, None] * stride_out_head + dims[None, :]
@@ -248,8 +254,11 @@ def paged_decode(
     scale: float,
     out: torch.Tensor,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Do what `paged_attention.paged_decode` does. The last dimensions are contiguous."""
+    if kv_scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -273,6 +282,7 @@ def paged_decode(
         scale * LOG2_E,
         num_programs,
         sliding_window or 0,
+        kv_scales,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],

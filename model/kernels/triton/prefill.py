@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model.kernels.triton.e4m3 import UNIT
 from model.kernels.triton.tiles import LOG2_E, AttentionTiles, arch_of, prefill_tiles, softmax_step
 
 
@@ -92,8 +93,8 @@ def _attend(
         if is_loaded is None:
             k_tile, v_tile = tl.load(k_at), tl.load(v_at)
         else:
-            k_tile = tl.load(k_at, mask=is_loaded, other=0.0)
-            v_tile = tl.load(v_at, mask=is_loaded, other=0.0)
+            k_tile = tl.load(k_at, mask=is_loaded, other=0)
+            v_tile = tl.load(v_at, mask=is_loaded, other=0)
         seen = None
         if IS_MASKED:
             seen = (kv < end)[None, :] & (kv[None, :] <= positions[:, None])
@@ -126,6 +127,7 @@ def _prefill_kernel(
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     window: tl.tensor,
+    kv_scales: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_k_block: tl.tensor,
@@ -166,6 +168,8 @@ def _prefill_kernel(
     q_at = q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + dims[None, :]
     is_q = is_row[:, None] & is_dim[None, :]
     q_tile = tl.load(q_at, mask=is_q, other=0.0)
+    if kv_scales is not None:
+        scale_log2 *= tl.load(kv_scales) * UNIT
 
     # A negative context belongs to a padding sequence, whose loop below is empty.
     context = seq_len - num_queries
@@ -215,6 +219,8 @@ def _prefill_kernel(
         )
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    if kv_scales is not None:
+        acc *= tl.load(kv_scales + 1) * UNIT
     out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
     tl.store(out_at + dims[None, :], acc.to(out.dtype.element_ty), mask=is_q)
 
@@ -229,12 +235,15 @@ def paged_prefill(
     scale: float,
     out: torch.Tensor,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
     tiles: AttentionTiles | None = None,
 ) -> None:
     """Do what `paged_attention.paged_prefill` does, and make padding behind the last sequence zero.
 
     Last dimensions are contiguous; `tiles` are others than `prefill_tiles`, to be compared.
     """
+    if kv_scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv_heads
@@ -254,6 +263,7 @@ def paged_prefill(
         num_tokens,
         num_seqs,
         sliding_window or 0,
+        kv_scales,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],

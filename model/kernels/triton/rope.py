@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from model.kernels.triton.e4m3 import to_e4m3
+
 
 @triton.jit
 def _clear(
@@ -29,19 +31,33 @@ def _clear(
     offsets, dims = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_D)
     is_slot = (offsets < BLOCK_SIZE) & (is_kept == 0)
     at = cache + offsets[:, None] * stride_token + dims[None, :]
-    tl.store(at, 0.0, mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(at, 0, mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _store(at: tl.tensor, values: tl.tensor, scale: tl.tensor, mask: tl.tensor) -> None:
+    """Store values of the model's dtype, in bytes as e4m3 by their scale."""
+    if at.dtype.element_ty == tl.uint8:
+        values = to_e4m3(tl.div_rn(values.to(tl.float32), scale))
+    tl.store(at, values, mask=mask)
 
 
 @triton.jit
 def _rotate(
-    x: tl.tensor, out: tl.tensor, c: tl.tensor, s: tl.tensor, mask: tl.tensor, HALF: tl.constexpr
+    x: tl.tensor,
+    out: tl.tensor,
+    c: tl.tensor,
+    s: tl.tensor,
+    scale: tl.tensor,
+    mask: tl.tensor,
+    HALF: tl.constexpr,
 ) -> None:
     """Rotate the pairs (x[i], x[i + D / 2]) behind the pointers `x` by cosines and sines."""
     x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    tl.store(out, (x1 * c - x2 * s).to(dtype), mask=mask)
-    tl.store(out + HALF, (x2 * c + x1 * s).to(dtype), mask=mask)
+    dtype = x.dtype.element_ty
+    _store(out, (x1 * c - x2 * s).to(dtype), scale, mask)
+    _store(out + HALF, (x2 * c + x1 * s).to(dtype), scale, mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -54,6 +70,7 @@ def _rope_kernel(
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     slot_mapping: tl.tensor,
+    kv_scales: tl.tensor,
     q_out: tl.tensor,
     num_tokens: tl.tensor,
     stride_q_token: tl.tensor,
@@ -92,7 +109,7 @@ def _rope_kernel(
     q_at = q + token * stride_q_token + heads * stride_q_head + halves[None, :]
     num_heads = tl.num_programs(1) * GROUP
     out_at = q_out + (token * num_heads + heads) * HEAD_DIM + halves[None, :]
-    _rotate(q_at, out_at, c[None, :], s[None, :], is_q, HALF)
+    _rotate(q_at, out_at, c[None, :], s[None, :], 1.0, is_q, HALF)
 
     slot = tl.load(slot_mapping + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -106,10 +123,13 @@ def _rope_kernel(
             is_kept = later == slot + ahead
             _clear(k_block, is_kept, stride_kc_token, HEAD_DIM, BLOCK_SIZE, BLOCK_B, BLOCK_D)
             _clear(v_block, is_kept, stride_vc_token, HEAD_DIM, BLOCK_SIZE, BLOCK_B, BLOCK_D)
+        k_scale, v_scale = 1.0, 1.0
+        if kv_scales is not None:
+            k_scale, v_scale = tl.load(kv_scales), tl.load(kv_scales + 1)
         values = tl.load(v + dims, mask=is_dim, other=0.0)
-        tl.store(v_block + offset * stride_vc_token + dims, values, mask=is_dim)
+        _store(v_block + offset * stride_vc_token + dims, values, v_scale, is_dim)
         k_at = k_block + offset * stride_kc_token + halves
-        _rotate(k + halves, k_at, c, s, is_half, HALF)
+        _rotate(k + halves, k_at, c, s, k_scale, is_half, HALF)
 
 
 def rope_and_write_kv(
@@ -121,9 +141,12 @@ def rope_and_write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `paged_attention.rope_and_write_kv` does. cos and sin have q's dtype and equal
     strides."""
+    if kv_scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     num_tokens, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -138,6 +161,7 @@ def rope_and_write_kv(
         k_cache,
         v_cache,
         slot_mapping,
+        kv_scales,
         q_out,
         num_tokens,
         *q.stride()[:2],

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from model.kernels.triton.e4m3 import from_e4m3
+
 LOG2_E = 1.4426950408889634
 """exp(x) = exp2(x * LOG2_E): the hardware's exponential has base 2."""
 
@@ -88,11 +90,14 @@ def softmax_step(
     row_max: tl.tensor,
     row_sum: tl.tensor,
 ) -> tl.tensor:
-    """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D]; seen: [R, C], None: all.
+    """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D], uint8 for e4m3 without UNIT;
+    seen: [R, C], None: all.
 
     A row that has seen nothing yet keeps the maximum -inf, which must not be subtracted from
     itself.
     """
+    if k.dtype == tl.uint8:
+        k, v = from_e4m3(k).to(q.dtype), from_e4m3(v).to(q.dtype)
     scores = tl.dot(q, k.trans(), input_precision="ieee") * scale_log2
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))

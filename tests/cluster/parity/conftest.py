@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def judge(make_oracle: Callable[[str], Any], rank_processes: Any, cache_dir: str
     from parity_run import run_row
 
     def judge(row: Row) -> None:
-        oracle = make_oracle(row.shape)
+        oracle = replace(make_oracle(row.shape), has_fp8_kv=row.has_fp8_kv)
         drawn = None
         if not all(request.is_greedy for request in LOADS[row.load].requests(oracle)):
             drawn = run_row(row.alone(), oracle, rank_processes, cache_dir).tokens

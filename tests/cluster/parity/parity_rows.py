@@ -124,6 +124,8 @@ class Row:
     """Decode steps that replay a full graph replay one that scores the vocabulary too."""
     drafts: int = 0
     """Draft tokens of a sequence in a step, at most."""
+    has_fp8_kv: bool = False
+    """The oracle is transformers with a cache of what e4m3 holds."""
 
     @property
     def id(self) -> str:
@@ -133,6 +135,7 @@ class Row:
         words += [f"O{self.level} {self.mode.name}"] * (self.level > 0 or self.has_graphs)
         words += ["overlapped"] * self.overlap + ["scored"] * self.scores
         words += [f"{self.drafts} drafts"] * (self.drafts > 0)
+        words += ["fp8_kv"] * self.has_fp8_kv
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property
@@ -145,7 +148,7 @@ class Row:
 
     def alone(self) -> Row:
         """Return what has the same requests on one eager rank."""
-        return Row(self.shape, self.load)
+        return Row(self.shape, self.load, has_fp8_kv=self.has_fp8_kv)
 
     def config(self, oracle: Any, cache_dir: str) -> EngineConfig:
         load = LOADS[self.load]
@@ -172,8 +175,13 @@ class Row:
         )
         # The shortest run that may be looked for: drafts are many, and mostly wrong.
         speculation = SpeculationConfig(self.drafts, 3, 1) if self.drafts else None
-        transfer = TransferConfig(self.kv or "auto")
-        return replace(config, transfer=transfer, overlap=self.overlap, speculation=speculation)
+        return replace(
+            config,
+            cache=replace(config.cache, dtype="fp8" if self.has_fp8_kv else "auto"),
+            transfer=TransferConfig(self.kv or "auto"),
+            overlap=self.overlap,
+            speculation=speculation,
+        )
 
 
 def window_of(oracle: Any) -> int | None:

@@ -8,6 +8,7 @@ a graph let go of fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,6 +216,25 @@ def drafting() -> Iterator[Any]:
     yield case(Row("tied", "repeating", 2, kv="tcp", drafts=3), "", True)
 
 
+def fp8_kv() -> Iterator[Any]:
+    """A cache of one byte a number, however it is filled, found again, handed over and replayed."""
+    for shape in COMPILED:
+        yield fp8(Row(shape, "everything"))
+    yield fp8(Row("mistral window 7", "tiny pool"))
+    yield fp8(Row("six heads", "run down", mode=FULL))
+    for mode in (NONE, BOTH):
+        yield fp8(Row("six heads", "run down", level=3, mode=mode))
+    yield fp8(Row("one kv head", "everything", 2))
+    yield fp8(Row("one kv head", "everything", 2, mode=BOTH, overlap=True))
+    yield fp8(Row("six heads", "pools", kv="shm"))
+    yield fp8(Row("mistral window 7", "pools", kv="tcp", overlap=True))
+    yield fp8(Row("tied", "few", 2, kv="shm", loses=1))
+
+
+def fp8(row: Row) -> Any:
+    return case(replace(row, has_fp8_kv=True), "S09")
+
+
 ROWS = [
     *one_rank(),
     *compiled(),
@@ -224,6 +244,7 @@ ROWS = [
     *overlapped(),
     *scored(),
     *drafting(),
+    *fp8_kv(),
 ]
 
 

@@ -87,6 +87,18 @@ class Kind(NamedTuple):
     """Return the tensors of a weight, and what they mean in float32."""
 
 
+KV_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+    "group_size": None,
+    "observer": "minmax",
+}
+"""As llm-compressor writes that of an FP8 KV cache."""
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],

@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.kernels import cpu, dispatch, filters, paged_attention, sparse_mlp, triton
 from model.kernels.cpu import packed_linear
 from model.kernels.dispatch import silu_and_mul
+from model.kernels.paged_attention import FP8, quantize_kv
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -51,7 +53,9 @@ class Shape:
     included.
     """
 
-    def __init__(self, rng: random.Random, *, dtypes: list[torch.dtype]) -> None:
+    def __init__(
+        self, rng: random.Random, *, dtypes: list[torch.dtype], has_fp8: bool = False
+    ) -> None:
         self.rng = rng
         self.dtype = rng.choice(dtypes)
         self.num_kv_heads, self.group = rng.randint(1, 3), rng.randint(1, 8)
@@ -59,7 +63,11 @@ class Shape:
         self.head_dim, self.block_size = rng.choice(HEAD_DIMS), rng.choice([1, 4, 5, 16])
         self.scale = self.head_dim**-0.5
         self.window = rng.choice([None, None, 1, 3, 17, 64, 1000])
-        spec = KVCacheSpec(2, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        self.kv_scales = None
+        if has_fp8:
+            self.kv_scales = torch.tensor([rng.choice([1.0, 0.013, 0.7]) for _ in range(2)])
+        held = FP8 if has_fp8 else self.dtype
+        spec = KVCacheSpec(2, self.num_kv_heads, self.head_dim, self.block_size, held)
         self.pool = spec.allocate(1200 // self.block_size, CPU)
         self.pool[:] = torch.nan
         self.free = list(range(1, len(self.pool)))
@@ -84,8 +92,11 @@ class Shape:
                 row[column] = block = self.free.pop()
                 used = min(length - column * self.block_size, self.block_size)
                 size = (used, self.num_kv_heads, self.head_dim)
-                self.k_cache[block, :used] = self.randn(*size)
-                self.v_cache[block, :used] = self.randn(*size)
+                for i, cache in enumerate((self.k_cache, self.v_cache)):
+                    new = self.randn(*size)
+                    if self.kv_scales is not None:
+                        new = quantize_kv(new, self.kv_scales[i])
+                    cache[block, :used] = new
         return table
 
     def clear_behind(self, table: torch.Tensor, lengths: list[int]) -> None:
@@ -101,8 +112,8 @@ def lengths_of(rng: random.Random, low: int, most: int) -> list[int]:
     return [rng.choice([low, rng.randint(low, most)]) for _ in range(rng.randint(1, 4))]
 
 
-def check_decode(rng: random.Random) -> None:
-    shape = Shape(rng, dtypes=[torch.float32, torch.float16])
+def check_decode(rng: random.Random, has_fp8: bool = False) -> None:
+    shape = Shape(rng, dtypes=[torch.float32, torch.float16], has_fp8=has_fp8)
     # Sequences of test size are split like long ones, into splits of one tile or of several.
     triton_decode.MIN_SPLIT_TOKENS = rng.choice([16, 64, 256])
     triton_decode.MAX_SPLITS = rng.choice([2, 64])
@@ -122,9 +133,9 @@ def decode_like_the_reference(
     (q,) = shape.strided(len(lengths), shape.num_heads)
     args = (q, shape.k_cache, shape.v_cache, table, torch.tensor(lengths).int(), shape.scale)
     found, wanted = torch.full_like(q, torch.nan), torch.empty_like(q)
-    triton_decode.paged_decode(*args, found, shape.window)
+    triton_decode.paged_decode(*args, found, shape.window, shape.kv_scales)
     shape.clear_behind(table, lengths)
-    paged_attention.paged_decode(*args, wanted, shape.window)
+    paged_attention.paged_decode(*args, wanted, shape.window, shape.kv_scales)
     compare(found, wanted)
     return found
 
@@ -178,10 +189,10 @@ def check_decode_splits(rng: random.Random) -> None:
         assert not num_splits[torch.tensor(lengths) <= 16].any(), (lengths, num_splits)
 
 
-def check_prefill(rng: random.Random) -> None:
+def check_prefill(rng: random.Random, has_fp8: bool = False) -> None:
     arch = rng.choice([80, 90])
     triton_prefill.arch_of = lambda _: arch
-    shape = Shape(rng, dtypes=[torch.float32, torch.float16])
+    shape = Shape(rng, dtypes=[torch.float32, torch.float16], has_fp8=has_fp8)
     queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, 70)]
     lengths = [n + rng.choice([0, 0, 1, rng.randint(0, 150)]) for n in queries]
     num_before, num_behind = rng.choice([0, 2]), rng.choice([0, 0, 1, 40])
@@ -191,9 +202,9 @@ def check_prefill(rng: random.Random) -> None:
     bounds = (torch.tensor([0, *queries]).cumsum(0) + num_before).int()
     where = (shape.k_cache, shape.v_cache, table, bounds, torch.tensor(lengths).int(), shape.scale)
     found, wanted = torch.full_like(q, torch.nan), torch.zeros_like(q)
-    triton_prefill.paged_prefill(q, *where, found, shape.window)
+    triton_prefill.paged_prefill(q, *where, found, shape.window, shape.kv_scales)
     shape.clear_behind(table, lengths)
-    paged_attention.paged_prefill(q, *where, wanted, shape.window)
+    paged_attention.paged_prefill(q, *where, wanted, shape.window, shape.kv_scales)
     assert found[:num_before].isnan().all(), "wrote rows of decodes"
     compare(found[num_before:], wanted[num_before:])
     assert found[num_before:].isfinite().all()
@@ -214,9 +225,11 @@ def check_prefill_padding(rng: random.Random) -> None:
     assert not found[3 : 3 + queries[1]].any()
 
 
-def check_rope(rng: random.Random) -> None:
+def check_rope(rng: random.Random, has_fp8: bool = False) -> None:
     """Pool and queries are equal to what turning and writing one after the other leave."""
-    shape = Shape(rng, dtypes=[torch.float32, torch.float16, torch.bfloat16])
+    # Where the interpreter cuts bfloat16 off, e4m3 would be another.
+    dtypes = [torch.float32, torch.float16, *[torch.bfloat16] * (not has_fp8)]
+    shape = Shape(rng, dtypes=dtypes, has_fp8=has_fp8)
     shape.pool[0] = 0
     slots: list[int] = []
     for length in lengths_of(rng, 1, 24):
@@ -235,10 +248,50 @@ def check_rope(rng: random.Random) -> None:
     wanted_pool = shape.pool.clone()
     wanted_k, wanted_v = wanted_pool[:, 1, 0], wanted_pool[:, 1, 1]
     caches = (shape.k_cache, shape.v_cache)
-    found = triton_rope.rope_and_write_kv(*new, *caches, slot_mapping)
-    compare(found, paged_attention.rope_and_write_kv(*new, wanted_k, wanted_v, slot_mapping))
-    compare(shape.pool, wanted_pool)
+    where = (slot_mapping, shape.kv_scales)
+    found = triton_rope.rope_and_write_kv(*new, *caches, *where)
+    compare(found, paged_attention.rope_and_write_kv(*new, wanted_k, wanted_v, *where))
     compare(shape.v_cache, wanted_v, exactly=True)
+    if not has_fp8:
+        compare(shape.pool, wanted_pool)
+        return
+    # A key's last bit may tip it over to the next number.
+    codes = [pool.view(torch.uint8).int() for pool in (shape.pool, wanted_pool)]
+    ranks, wanted_ranks = ((c & 0x7F) * (1 - (c >> 7) * 2) for c in codes)
+    differ = (ranks - wanted_ranks).abs()
+    if shape.dtype == torch.float32:
+        assert differ.max() <= 1 and differ.sum() <= 2
+    else:
+        assert (differ > 0).sum() <= 2 + k.numel() // 50
+
+
+def check_e4m3(rng: random.Random) -> None:
+    """Every 16-bit number, and those between two of e4m3, is written as torch does; every number of
+    e4m3 is read as what it is."""
+    del rng
+    numbers = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
+    numbers[numbers.isnan()] = torch.nan
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    ordered = codes[codes.isfinite()].sort().values
+    between = (ordered[1:] + ordered[:-1]) / 2
+    near = torch.cat((between, between.nextafter(ordered[1:]), between.nextafter(ordered[:-1])))
+    v = torch.cat((numbers, near, torch.zeros(-len(near) % 4096))).view(-1, 1, 4096)
+    k, slots, scales = torch.zeros_like(v), torch.arange(len(v)) + 32, torch.ones(2)
+    angles = (torch.ones(len(v), 1, 2048), torch.zeros(len(v), 1, 2048))
+    for module in (triton_rope, paged_attention):
+        pool = torch.zeros(2, 2, 32, 1, 4096, dtype=FP8)
+        module.rope_and_write_kv(k, k, v, *angles, pool[:, 0], pool[:, 1], slots, scales)
+        bits = pool.view(torch.uint8)
+        if module is triton_rope:
+            found = bits
+    assert torch.equal(found[:, 1], bits[:, 1])
+    # A sequence of one token sees its value alone.
+    table = torch.arange(16, dtype=torch.int32)[:, None]
+    v_cache = torch.arange(256, dtype=torch.uint8).view(16, 1, 1, 16).view(FP8)
+    out, k_cache = torch.zeros(16, 1, 16), torch.zeros_like(v_cache)
+    args = (out.clone(), k_cache, v_cache, table, torch.ones(16).int(), 1.0, out, None)
+    triton_decode.paged_decode(*args, torch.tensor([1.0, 0.5]))
+    compare(out, v_cache.view(16, 1, 16).float() / 2, exactly=True)
 
 
 def check_norm(rng: random.Random) -> None:
@@ -417,10 +470,14 @@ class NoWaiting(TorchDispatchMode):
 
 GROUPS: dict[str, Callable[[random.Random], None]] = {
     "decode": check_decode,
+    "decode_e4m3": partial(check_decode, has_fp8=True),
     "decode_splits": check_decode_splits,
+    "e4m3": check_e4m3,
     "prefill": check_prefill,
+    "prefill_e4m3": partial(check_prefill, has_fp8=True),
     "prefill_padding": check_prefill_padding,
     "rope": check_rope,
+    "rope_e4m3": partial(check_rope, has_fp8=True),
     "norm": check_norm,
     "silu": check_silu,
     "experts": check_experts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import cpu, elementwise, paged_attention
 from model.kernels.cpu import native, packed_linear
+from model.kernels.paged_attention import FP8
 from model.layers.attention import Attention, AttentionMetadata
 
 ATTENTION_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 0.0}
@@ -24,6 +26,10 @@ ROW_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 0.0}
 """Sums are taken in another order, an exponential ends in another bit; a bfloat16 may then round to
 its neighbour, and so may the product of two such."""
 DTYPES = [torch.float32, torch.bfloat16]
+CACHES = [
+    pytest.param(False, id="own cache"),
+    pytest.param(True, id="fp8 cache", marks=pytest.mark.feature("S09")),
+]
 RANDOM = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -94,10 +100,13 @@ class Case:
         dim: int = 16,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        has_fp8: bool = False,
     ) -> None:
+        held = FP8 if has_fp8 else dtype
+        self.kv_scales = torch.tensor([0.02, 0.3]) if has_fp8 else None
         counts = [-(-length // block_size) for length in lengths]
         order = (torch.randperm(sum(counts) + 3) + 1).int()
-        pool = torch.full((len(order) + 1, 3, 2, block_size, kv_heads, dim), torch.nan).to(dtype)
+        pool = torch.full((len(order) + 1, 3, 2, block_size, kv_heads, dim), torch.nan).to(held)
         self.k, self.v = pool[:, 1, 0], pool[:, 1, 1]
         self.table = order[torch.randint(len(order), (len(lengths), max(counts) + 2))]
         self.lengths = torch.tensor(lengths).int()
@@ -109,7 +118,12 @@ class Case:
             at = torch.arange(length)
             blocks, slots = row[at // block_size].long(), at % block_size
             new = torch.randn(2, length, kv_heads, dim).to(dtype)
-            self.k[blocks, slots], self.v[blocks, slots] = new
+            written = new
+            if self.kv_scales is not None:
+                by_row = self.kv_scales.view(2, 1, 1, 1)
+                written = paged_attention.quantize_kv(new, by_row)
+                new = (written.float() * by_row).to(dtype)
+            self.k[blocks, slots], self.v[blocks, slots] = written
             self.sequences.append(new)
         self.is_decode = queries is None
         self.bounds = torch.tensor([0, *(queries or [1] * len(lengths))]).cumsum(0).int()
@@ -121,15 +135,15 @@ class Case:
         out = torch.full_like(self.q.contiguous(), torch.nan)
         caches, rest = (self.k, self.v, self.table), (self.lengths, self.q.shape[2] ** -0.5, out)
         if self.is_decode:
-            kernels.paged_decode(self.q, *caches, *rest, window)
+            kernels.paged_decode(self.q, *caches, *rest, window, self.kv_scales)
         else:
-            kernels.paged_prefill(self.q, *caches, self.bounds, *rest, window)
+            kernels.paged_prefill(self.q, *caches, self.bounds, *rest, window, self.kv_scales)
         return out
 
     def zero_unused(self) -> None:
         """Give unused slots the value that the torch functions rely on."""
         for cache in (self.k, self.v):
-            cache.nan_to_num_(0.0)
+            cache.copy_(cache.float().nan_to_num(0.0))
             cache[0] = 0.0
 
     def check(self, window: int | None = None) -> None:
@@ -169,13 +183,14 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("has_fp8", CACHES)
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 5, 8, 9, 100])
 def test_the_references_equal_plain_attention_and_read_their_windows_alone(
-    window: int | None, queries: list[int] | None
+    window: int | None, queries: list[int] | None, has_fp8: bool
 ) -> None:
     # A sequence of length 0 is padding, of one query or of several.
     lengths = [*LENGTHS, 0]
-    case = Case(lengths, None if queries is None else [*queries, 3])
+    case = Case(lengths, None if queries is None else [*queries, 3], has_fp8=has_fp8)
     case.zero_unused()
     for row, length, n in zip(case.table, lengths, case.bounds.diff(), strict=True):
         first = 0 if window is None else max(length - int(n) - window + 1, 0) // 4
@@ -243,12 +258,13 @@ DIMS = [{"dim": n} for n in (8, 12, 16, 24, 33, 64, 80, 96, 128, 160, 256)]
 
 
 @pytest.mark.usefixtures("no_reference")
+@pytest.mark.parametrize("has_fp8", CACHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*GROUPS, *DIMS], ids=str)
 def test_attention_equals_its_reference_for_every_group_and_head_dim(
-    shape: dict[str, Any], dtype: torch.dtype, queries: list[int] | None
+    shape: dict[str, Any], dtype: torch.dtype, queries: list[int] | None, has_fp8: bool
 ) -> None:
-    Case(LENGTHS, queries, dtype=dtype, **shape).check()
+    Case(LENGTHS, queries, dtype=dtype, has_fp8=has_fp8, **shape).check()
 
 
 @pytest.mark.usefixtures("no_reference")
@@ -268,6 +284,7 @@ def test_attention_equals_its_reference_on_random_shapes(
         dim=data.draw(st.sampled_from([8, 20, 33, 64, 80, 112, 128, 256])),
         block_size=data.draw(st.sampled_from([1, 3, 16, 32])),
         dtype=data.draw(st.sampled_from(DTYPES)),
+        has_fp8=data.draw(st.booleans()),
     ).check(window=data.draw(st.none() | st.integers(1, 40) | st.integers(41, 400)))
 
 
@@ -309,11 +326,13 @@ def test_a_sequence_does_not_depend_on_its_neighbours(
 
 @pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 31, 64, 100])
+@pytest.mark.parametrize("has_fp8", CACHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_before_a_sliding_window_is_read(
-    window: int, dtype: torch.dtype, queries: list[int] | None
+    window: int, dtype: torch.dtype, has_fp8: bool, queries: list[int] | None
 ) -> None:
-    case = Case([0, *LENGTHS], None if queries is None else [0, *queries], dtype=dtype)
+    lengths, chunks = [0, *LENGTHS], None if queries is None else [0, *queries]
+    case = Case(lengths, chunks, dtype=dtype, has_fp8=has_fp8)
     before = case.attend(window=window)
     for row, length, n in zip(case.table, case.lengths, case.bounds.diff(), strict=True):
         at = torch.arange(max(int(length - n) - window + 1, 0))
@@ -324,21 +343,71 @@ def test_nothing_before_a_sliding_window_is_read(
     assert before.isfinite().all()
 
 
-@pytest.mark.parametrize("unserved", [{"dtype": torch.float16}, {"dim": 272}], ids=str)
+@pytest.mark.parametrize(
+    "unserved",
+    [
+        {"dtype": torch.float16},
+        {"dim": 272},
+        {"dtype": torch.float16, "has_fp8": True},
+        {"dim": 272, "has_fp8": True},
+    ],
+    ids=str,
+)
 def test_what_attentions_kernels_do_not_serve_goes_to_the_reference(
     unserved: dict[str, Any], queries: list[int] | None
 ) -> None:
     case = Case(LENGTHS, queries, **unserved)
-    case.k.nan_to_num_(0.0)
-    case.v.nan_to_num_(0.0)
+    case.zero_unused()
     case.check()
+
+
+@pytest.mark.feature("S09")
+@pytest.mark.usefixtures("no_reference")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 2, 16, 100, 1000])
+def test_fp8_attention_errs_by_no_more_than_its_cache_rounds(
+    length: int, dtype: torch.dtype
+) -> None:
+    """Three bits of mantissa round by at most 1/16. A score errs by the roundings of its products,
+    which differ in sign, a weight by the score's error, and an output by that and by its values'
+    rounding, which many tokens average out."""
+    queries = [min(length, 7)]
+    for is_decode in (True, False):
+        case = Case([length], None if is_decode else queries, dim=64, dtype=dtype)
+        exact = case.attend()
+        k, v = case.k.clone(), case.v.clone()
+        case.kv_scales = torch.tensor([float(t.nan_to_num(0.0).abs().max()) / 448 for t in (k, v)])
+        case.k, case.v = (
+            paged_attention.quantize_kv(t, s) for t, s in zip((k, v), case.kv_scales, strict=True)
+        )
+        rows = int(case.bounds[-1])
+        error = (case.attend() - exact).float()[:rows]
+        size = exact.float()[:rows].pow(2).mean().sqrt()
+        assert error.pow(2).mean().sqrt() < 0.05 * size
+        assert error.abs().max() < 0.25 * size
+        assert error.abs().max() > 1e-3 * size, "nothing was rounded"
+
+
+@pytest.mark.feature("S09")
+def test_without_scales_an_fp8_cache_is_no_cache_of_the_models_dtype() -> None:
+    case = Case([5], has_fp8=True)
+    case.zero_unused()
+    case.kv_scales = None
+    with pytest.raises(RuntimeError):
+        case.attend()
 
 
 # --- rotary positions and the write of KV ---------------------------------------------------------
 
 
 def check_rope(
-    slots: list[int], heads: tuple[int, int, int], half: int, block_size: int, dtype: torch.dtype
+    slots: list[int],
+    heads: tuple[int, int, int],
+    half: int,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    has_fp8: bool = False,
 ) -> None:
     """Compare rotated queries, and pools of 200 blocks, with the reference's."""
     qkv = torch.randn(len(slots), sum(heads) + 1, 2 * half).to(dtype)[:, 1:]
@@ -347,14 +416,22 @@ def check_rope(
     new = (q, k, v, angles.cos().to(dtype), angles.sin().to(dtype))
     pools = torch.full((2, 201, 3, 2, block_size, heads[1], 2 * half), 7.0, dtype=dtype)
     pools[:, 0] = 0.0
+    kv_scales = None
+    if has_fp8:
+        pools, kv_scales = pools.to(FP8), torch.tensor([0.013, 0.7])
+    where = (torch.tensor(slots).long(), kv_scales)
     found, wanted = (
-        kernels.rope_and_write_kv(*new, pool[:, 1, 0], pool[:, 1, 1], torch.tensor(slots).long())
+        kernels.rope_and_write_kv(*new, pool[:, 1, 0], pool[:, 1, 1], *where)
         for pool, kernels in zip(pools, (cpu, paged_attention), strict=True)
     )
     tolerance = ROPE_TOLERANCE[dtype]
     assert found.is_contiguous()
     torch.testing.assert_close(found, wanted, atol=8 * tolerance, rtol=tolerance)
-    torch.testing.assert_close(pools[0], pools[1], atol=8 * tolerance, rtol=tolerance)
+    if kv_scales is not None:
+        pools = pools.float() * kv_scales.view(2, 1, 1, 1)
+        # A difference may tip a key over to the next number: of three bits, or of 2^-9.
+        tolerance = max(tolerance, 0.126)
+    torch.testing.assert_close(pools[0], pools[1], atol=8 * ROPE_TOLERANCE[dtype], rtol=tolerance)
     # Values are copied, and nothing is touched beside the layer.
     assert torch.equal(pools[0, :, 1, 1], pools[1, :, 1, 1])
     assert torch.equal(pools[0, :, ::2], pools[1, :, ::2])
@@ -377,7 +454,41 @@ def test_rotated_and_written_tokens_equal_the_references(
         slots += [own[i // block_size] * block_size + i % block_size for i in at]
         slots += [data.draw(st.integers(0, block_size - 1))] * data.draw(st.integers(0, 2))
     heads = (group * kv_heads, kv_heads, kv_heads)
-    check_rope(slots, heads, half, block_size, data.draw(st.sampled_from(list(ROPE_TOLERANCE))))
+    dtype, has_fp8 = data.draw(st.sampled_from(list(ROPE_TOLERANCE))), data.draw(st.booleans())
+    check_rope(slots, heads, half, block_size, dtype, has_fp8=has_fp8)
+
+
+@pytest.mark.feature("S09")
+@pytest.mark.usefixtures("no_reference")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_16_bit_number_is_written_and_every_8_bit_one_is_read_as_torch_does(
+    dtype: torch.dtype,
+) -> None:
+    check_e4m3(dtype)
+
+
+def check_e4m3(dtype: torch.dtype) -> None:
+    numbers = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    ordered = codes.float()[codes.float().isfinite()].sort().values
+    between = (ordered[1:] + ordered[:-1]) / 2
+    near = (between, between.nextafter(ordered[1:]), between.nextafter(ordered[:-1]))
+    v = torch.cat((numbers, *near, torch.zeros(-3 * len(between) % 64))).to(dtype).view(-1, 1, 64)
+    slots, k = torch.arange(len(v)) + 16, torch.zeros_like(v)
+    angles = (torch.ones(len(v), 1, 32, dtype=dtype), torch.zeros(len(v), 1, 32, dtype=dtype))
+    pools = torch.zeros(2, len(v) // 16 + 2, 2, 16, 1, 64, dtype=FP8)
+    scales = torch.tensor([1.0, 0.7])
+    for pool, kernels in zip(pools, (cpu, paged_attention), strict=True):
+        kernels.rope_and_write_kv(k, k, v, *angles, pool[:, 0], pool[:, 1], slots, scales)
+    found, wanted = pools.view(torch.uint8)
+    assert torch.equal(found, wanted) and len(wanted.unique()) >= 255
+    # A sequence of one token sees that one's value alone.
+    v_cache, out = codes.view(4, 1, 1, 64), torch.zeros(4, 1, 64, dtype=dtype)
+    where = (torch.arange(4, dtype=torch.int32)[:, None], torch.ones(4, dtype=torch.int32))
+    scales = torch.tensor([1.0, 0.5])
+    cpu.paged_decode(out, torch.zeros_like(v_cache), v_cache, *where, 1.0, out, None, scales)
+    read = codes.view(4, 1, 64).to(dtype) / 2
+    torch.testing.assert_close(out, read, atol=0, rtol=0, equal_nan=True)
 
 
 def test_threads_do_not_clear_slots_that_others_write() -> None:
@@ -476,11 +587,13 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, call: Call)
 def test_kernels_are_right_for_narrower_registers(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for dim in (12, 16, 32, 64, 80, 128, 256):
-        check_rope([8, 9, 10, 13, 0], (3, 1, 1), dim // 2, 4, dtype)
+    check_e4m3(dtype)
+    for dim, has_fp8 in itertools.product((12, 16, 32, 64, 80, 128, 256), (False, True)):
+        check_rope([8, 9, 10, 13, 0], (3, 1, 1), dim // 2, 4, dtype, has_fp8=has_fp8)
+        shape: dict[str, Any] = {"group": 3, "dim": dim, "dtype": dtype, "has_fp8": has_fp8}
         for window in (None, 6):
-            Case([0, 1, 3, 5, 16, 40], group=3, dim=dim, dtype=dtype).check(window)
-            Case([5, 90, 140, 7], [5, 80, 2, 0], group=3, dim=dim, dtype=dtype).check(window)
+            Case([0, 1, 3, 5, 16, 40], **shape).check(window)
+            Case([5, 90, 140, 7], [5, 80, 2, 0], **shape).check(window)
     for width in (1, 3, 8, 16, 37, 152):
         for call in CALLS.values():
             check_rows(call, torch.randn(9, 2 * width).to(dtype), torch.randn(2 * width).to(dtype))

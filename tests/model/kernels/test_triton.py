@@ -21,10 +21,14 @@ ROOT = SCRIPT.parents[3]
 
 NUM_SHAPES = {
     "decode": 8,
+    "decode_e4m3": 4,
     "decode_splits": 1,
+    "e4m3": 1,
     "prefill": 8,
+    "prefill_e4m3": 4,
     "prefill_padding": 3,
     "rope": 8,
+    "rope_e4m3": 3,
     "norm": 10,
     "silu": 10,
     "experts": 8,
@@ -52,8 +56,13 @@ def interpreted(
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
 
 
+def marked(group: str) -> Any:
+    marks = [pytest.mark.feature("S09")] if "e4m3" in group else []
+    return pytest.param(group, marks=marks)
+
+
 @pytest.mark.feature("Y02")
-@pytest.mark.parametrize("group", NUM_SHAPES)
+@pytest.mark.parametrize("group", [marked(group) for group in NUM_SHAPES])
 def test_kernels_equal_their_torch_references(
     interpreted: subprocess.CompletedProcess[str], group: str, pytestconfig: pytest.Config
 ) -> None:

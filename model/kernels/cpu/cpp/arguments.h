@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -12,6 +13,10 @@ struct Tensor {
   T* data;
   int64_t dims;
   const int64_t *shape, *stride;
+};
+
+struct Scales {
+  float keys, values;
 };
 
 // Tensors are taken in the order in which Python passes them.
@@ -32,6 +37,14 @@ class Arguments {
     return found;
   }
 
+  // What the numbers of a cache of C are multiplied by, keys and values.
+  template <class C>
+  Scales scales() {
+    if constexpr (!std::is_same_v<C, fp8>) return {1, 1};
+    const float* found = next<const float>().data;
+    return {found[0], found[1]};
+  }
+
  private:
   void* const* data_;
   const int64_t* sizes_;
@@ -42,12 +55,22 @@ bool lie_alike(const Tensor<T>& a, const Tensor<T>& b) {
   return a.dims == b.dims && std::equal(a.stride, a.stride + a.dims, b.stride);
 }
 
-// Exports a kernel for both dtypes. It returns whether it serves what it was given; if not, it has
-// done nothing.
-#define KERNEL(name)                                                                       \
-  extern "C" bool name##_float32(void* const* data, const int64_t* sizes, float scalar) {  \
-    return name<float>({data, sizes, scalar});                                             \
-  }                                                                                        \
-  extern "C" bool name##_bfloat16(void* const* data, const int64_t* sizes, float scalar) { \
-    return name<bf16>({data, sizes, scalar});                                              \
+// Exports a kernel under a name. It returns whether it serves what it was given; if not, it has done
+// nothing.
+#define EXPORTED(name, ...)                                                      \
+  extern "C" bool name(void* const* data, const int64_t* sizes, float scalar) { \
+    return __VA_ARGS__({data, sizes, scalar});                                   \
   }
+
+// For both dtypes.
+#define KERNEL(name)                    \
+  EXPORTED(name##_float32, name<float>) \
+  EXPORTED(name##_bfloat16, name<bf16>)
+
+// For both, and caches of the same or of e4m3; beside the latter the last tensor has the scales of
+// keys and of values.
+#define CACHE_KERNEL(name)                         \
+  EXPORTED(name##_float32, name<float, float>)     \
+  EXPORTED(name##_bfloat16, name<bf16, bf16>)      \
+  EXPORTED(name##_float32_fp8, name<float, fp8>)   \
+  EXPORTED(name##_bfloat16_fp8, name<bf16, fp8>)

@@ -28,6 +28,7 @@ template <class T>
 struct Paged {
   const T *k, *v;
   int64_t block_stride, slot_stride, head_stride, block_size;
+  Scales scales;
 
   // Where the rows [first, first + n) of the first head lie.
   void locate(const int32_t* table, int64_t first, int64_t n, int64_t* at) const {
@@ -136,15 +137,15 @@ inline void add(const f32v (*values)[VECTORS], const float* p, Head<VECTORS>& he
 
 // All query heads of `kv_heads` neighbouring KV heads of one sequence, which see its tokens from
 // `start` on. q, out, cache: the first of these heads.
-template <class T, int VECTORS>
-void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t start, int64_t length,
+template <class T, class C, int VECTORS>
+void attend(const T* q, const Paged<C>& cache, const int32_t* table, int64_t start, int64_t length,
             int64_t kv_heads, int64_t dim, float scale, T* out, int64_t q_stride,
             int64_t out_stride, std::vector<Head<VECTORS>>& heads) {
   const int64_t num_heads = heads.size(), group = num_heads / kv_heads;
   for (int64_t g = 0; g < num_heads; g++) {
     widen<T, VECTORS>(q + g * q_stride, dim, heads[g].q);
     for (int i = 0; i < VECTORS; i++) {
-      heads[g].q[i] *= scale;
+      heads[g].q[i] *= scale * cache.scales.keys;
       heads[g].attended[i] = f32v{};
     }
     heads[g].top = -FLT_MAX;
@@ -156,10 +157,10 @@ void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t sta
     const int64_t n = std::min<int64_t>(length - first, CHUNK), tiles = (n + TILE - 1) / TILE;
     cache.locate(table, first, n, at);
     auto size = [&](int64_t tile) { return std::min<int64_t>(n - tile * TILE, TILE); };
-    auto for_each_tile = [&](const T* from, auto f) {
+    auto for_each_tile = [&](const C* from, auto f) {
       for (int64_t i = 0; i < tiles; i++)
         for (int64_t h = 0; h < kv_heads; h++) {
-          widen_tile<T, VECTORS>(from + h * cache.head_stride, at + i * TILE, size(i), dim, rows);
+          widen_tile<C, VECTORS>(from + h * cache.head_stride, at + i * TILE, size(i), dim, rows);
           for (int64_t g = h * group; g < (h + 1) * group; g++) f(i, heads[g]);
         }
     };
@@ -171,7 +172,7 @@ void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t sta
                   [&](int64_t i, Head<VECTORS>& head) { add<VECTORS>(rows, head.p[i], head); });
   }
   for (int64_t g = 0; g < num_heads; g++) {
-    const float rest = length > 0 ? 1 / heads[g].weight : 0;
+    const float rest = length > 0 ? cache.scales.values / heads[g].weight : 0;
     T* row = out + g * out_stride;
     for (int64_t i = 0, d = 0; d < dim; i++, d += LANES) {
       const f32v attended = heads[g].attended[i] * rest;
@@ -192,19 +193,21 @@ int64_t heads_at_once(int64_t seqs, int64_t kv_heads, int64_t row_bytes, int64_t
 }
 
 // q, out: [S, H, D]; k, v: the caches [N, B, Hkv, D]; table: [S, M]; lengths: [S].
-template <class T>
+template <class T, class C>
 struct Decode {
-  Tensor<const T> q, k, v;
+  Tensor<const T> q;
+  Tensor<const C> k, v;
   Tensor<const int32_t> table, lengths;
   Tensor<T> out;
+  Scales scales;
 };
 
-template <class T, int VECTORS>
-void decode(const Decode<T>& call, int64_t threads, int64_t window, float scale) {
+template <class T, class C, int VECTORS>
+void decode(const Decode<T, C>& call, int64_t threads, int64_t window, float scale) {
   const auto &q = call.q, &k = call.k;
   const int64_t seqs = q.shape[0], kv_heads = k.shape[2], dim = q.shape[2];
   const int64_t group = q.shape[1] / kv_heads;
-  const int64_t at_once = heads_at_once(seqs, kv_heads, dim * (int64_t)sizeof(T), threads);
+  const int64_t at_once = heads_at_once(seqs, kv_heads, dim * (int64_t)sizeof(C), threads);
   const int64_t items = kv_heads / at_once;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -215,39 +218,40 @@ void decode(const Decode<T>& call, int64_t threads, int64_t window, float scale)
       const int64_t length = call.lengths.data[seq];
       const int64_t start = window > 0 && length > window ? length - window : 0;
       const int64_t skipped = kv_head * k.stride[2];
-      const Paged<T> cache{k.data + skipped, call.v.data + skipped, k.stride[0],
-                           k.stride[1],      k.stride[2],           k.shape[1]};
-      attend<T, VECTORS>(q.data + seq * q.stride[0] + kv_head * group * q.stride[1], cache,
-                         call.table.data + seq * call.table.stride[0], start, length, at_once, dim,
-                         scale,
-                         call.out.data + seq * call.out.stride[0] +
-                             kv_head * group * call.out.stride[1],
-                         q.stride[1], call.out.stride[1], heads);
+      const Paged<C> cache{k.data + skipped, call.v.data + skipped, k.stride[0], k.stride[1],
+                           k.stride[2],      k.shape[1],            call.scales};
+      attend<T, C, VECTORS>(q.data + seq * q.stride[0] + kv_head * group * q.stride[1], cache,
+                            call.table.data + seq * call.table.stride[0], start, length, at_once,
+                            dim, scale,
+                            call.out.data + seq * call.out.stride[0] +
+                                kv_head * group * call.out.stride[1],
+                            q.stride[1], call.out.stride[1], heads);
     }
   }
 }
 
 // Head dims are rounded up to a few numbers of vectors: each is a kernel whose sums stay in
 // registers. window: how many of a sequence's last tokens count, 0 for all.
-template <class T>
+template <class T, class C>
 bool paged_decode(Arguments given) {
-  const Decode<T> call{given.next<const T>(),       given.next<const T>(),
-                       given.next<const T>(),       given.next<const int32_t>(),
-                       given.next<const int32_t>(), given.next<T>()};
+  const Decode<T, C> call{given.next<const T>(),       given.next<const C>(),
+                          given.next<const C>(),       given.next<const int32_t>(),
+                          given.next<const int32_t>(), given.next<T>(),
+                          given.scales<C>()};
   const int64_t dim = call.q.shape[2];
   if (dim > MAX_HEAD_DIM || !lie_alike(call.k, call.v)) return false;
   auto with = [&](auto* f) {
     f(call, given.threads, given.window, given.scalar);
     return true;
   };
-  if (dim <= 16) return with(decode<T, 16 / LANES>);
-  if (dim <= 32) return with(decode<T, 32 / LANES>);
-  if (dim <= 64) return with(decode<T, 64 / LANES>);
-  if (dim <= 96) return with(decode<T, 96 / LANES>);
-  if (dim <= 128) return with(decode<T, 128 / LANES>);
-  return with(decode<T, 256 / LANES>);
+  if (dim <= 16) return with(decode<T, C, 16 / LANES>);
+  if (dim <= 32) return with(decode<T, C, 32 / LANES>);
+  if (dim <= 64) return with(decode<T, C, 64 / LANES>);
+  if (dim <= 96) return with(decode<T, C, 96 / LANES>);
+  if (dim <= 128) return with(decode<T, C, 128 / LANES>);
+  return with(decode<T, C, 256 / LANES>);
 }
 
 }  // namespace
 
-KERNEL(paged_decode)
+CACHE_KERNEL(paged_decode)

@@ -93,14 +93,15 @@ inline void multiply(const Word* rows, int64_t stride, const Word* columns, int6
   memcpy(sums, acc, sizeof acc);
 }
 
-template <class T>
+template <class T, class C>
 struct Prefill {
-  const T *q, *k, *v;
+  const T* q;
+  const C *k, *v;
   const int32_t *tables, *bounds, *lengths;
   T* out;
   int64_t kv_heads, group, dim, block_stride, slot_stride, head_stride, block_size;
   int64_t q_token, q_head, out_token, out_head, table_stride, window;
-  float scale;
+  float scale, v_scale;
 
   int64_t stretch() const { return std::max<int64_t>(ITEM_ROWS / group, 1); }
 };
@@ -113,6 +114,7 @@ struct Scratch {
 
   const int64_t words, columns;  // of a row of D values; D up to a whole vector
   std::vector<Word> queries, keys, values;
+  std::vector<T> numbers;  // of a block of a cache that is not of T, until they are packed
   std::vector<f32v> weights;  // by lane: a row's sum is taken once
   std::vector<float> attended, tops;
 
@@ -122,6 +124,7 @@ struct Scratch {
         queries(rows * words),
         keys(words * KEYS),
         values(KEYS / PER_WORD * columns),
+        numbers(2 * KEYS * columns),
         weights(rows),
         attended(rows * columns),
         tops(rows) {}
@@ -212,9 +215,23 @@ struct Panel {
   }
 };
 
-// Packs n tokens of a sequence from the `first`; those up to KEYS become zeros.
+// A row of a cache as values of T, which it is or which are put into `numbers`.
 template <class T>
-void pack_block(const Prefill<T>& call, const int32_t* table, int64_t first, int64_t n,
+inline const T* values_of(const T* row, int64_t, T*) {
+  return row;
+}
+
+template <class T>
+inline const T* values_of(const fp8* row, int64_t dim, T* numbers) {
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) store(numbers + d, load(row + d));
+  if (d < dim) store_part(numbers + d, load_part(row + d, dim - d), dim - d);
+  return numbers;
+}
+
+// Packs n tokens of a sequence from the `first`; those up to KEYS become zeros.
+template <class T, class C>
+void pack_block(const Prefill<T, C>& call, const int32_t* table, int64_t first, int64_t n,
                 int64_t kv_head, Scratch<T>& with) {
   typedef typename Packed<T>::Word Word;
   constexpr int PER_WORD = Packed<T>::PER_WORD;
@@ -226,8 +243,9 @@ void pack_block(const Prefill<T>& call, const int32_t* table, int64_t first, int
                                    token % call.block_size * call.slot_stride +
                                    kv_head * call.head_stride
                              : 0;
-    keys[t] = t < n ? call.k + at : zeros;
-    values[t] = t < n ? call.v + at : zeros;
+    T* numbers = &with.numbers[2 * t * with.columns];
+    keys[t] = t < n ? values_of(call.k + at, call.dim, numbers) : zeros;
+    values[t] = t < n ? values_of(call.v + at, call.dim, numbers + with.columns) : zeros;
   }
   Word row[MAX_HEAD_DIM];
   for (int64_t t = 0; t < KEYS; t++) {
@@ -239,8 +257,8 @@ void pack_block(const Prefill<T>& call, const int32_t* table, int64_t first, int
 }
 
 // Tokens [start, stop) of a chunk that starts at token `bound` and whose sequence has `length`.
-template <class T>
-void attend(const Prefill<T>& call, const int32_t* table, int64_t bound, int64_t start,
+template <class T, class C>
+void attend(const Prefill<T, C>& call, const int32_t* table, int64_t bound, int64_t start,
             int64_t stop, int64_t chunk, int64_t length, int64_t kv_head, Scratch<T>& with) {
   const int64_t group = call.group, rows = (stop - start) * group, behind = length - chunk;
   const int64_t panels = (rows + ROWS - 1) / ROWS;
@@ -270,7 +288,7 @@ void attend(const Prefill<T>& call, const int32_t* table, int64_t bound, int64_t
     }
   }
   for (int64_t r = 0; r < rows; r++) {
-    const float weight = fold<plus>(with.weights[r]), rest = weight == 0.0f ? 0 : 1 / weight;
+    const float weight = fold<plus>(with.weights[r]), rest = weight == 0.0f ? 0 : call.v_scale / weight;
     T* to = call.out + (bound + start + r / group) * call.out_token +
             (kv_head * group + r % group) * call.out_head;
     const float* attended = &with.attended[r * with.columns];
@@ -280,8 +298,8 @@ void attend(const Prefill<T>& call, const int32_t* table, int64_t bound, int64_t
   }
 }
 
-template <class T>
-void prefill(const Prefill<T>& call, int64_t seqs, int64_t tokens, int64_t threads) {
+template <class T, class C>
+void prefill(const Prefill<T, C>& call, int64_t seqs, int64_t tokens, int64_t threads) {
   // Work items before each sequence's.
   std::vector<int64_t> items(seqs + 1);
   const int64_t stretch = call.stretch();
@@ -313,24 +331,26 @@ void prefill(const Prefill<T>& call, int64_t seqs, int64_t tokens, int64_t threa
 // q, out: [T, H, D]; k, v: the caches [N, B, Hkv, D]; tables: [S, M]; bounds: [S + 1], where each
 // sequence's queries start; lengths: [S]. Rows of out behind the last sequence become zero.
 // window: how many tokens one attends to, 0 for all.
-template <class T>
+template <class T, class C>
 bool paged_prefill(Arguments given) {
-  const auto q = given.next<const T>(), k = given.next<const T>(), v = given.next<const T>();
+  const auto q = given.next<const T>();
+  const auto k = given.next<const C>(), v = given.next<const C>();
   const auto tables = given.next<const int32_t>(), bounds = given.next<const int32_t>();
   const auto lengths = given.next<const int32_t>();
   const auto out = given.next<T>();
+  const Scales scales = given.scales<C>();
   const int64_t kv_heads = k.shape[2], dim = q.shape[2];
   if (dim > MAX_HEAD_DIM || !lie_alike(k, v)) return false;
-  prefill(Prefill<T>{q.data,         k.data,        v.data,           tables.data,
-                     bounds.data,    lengths.data,  out.data,         kv_heads,
-                     q.shape[1] / kv_heads,         dim,              k.stride[0],
-                     k.stride[1],    k.stride[2],   k.shape[1],       q.stride[0],
-                     q.stride[1],    out.stride[0], out.stride[1],    tables.stride[0],
-                     given.window,   given.scalar},
+  prefill(Prefill<T, C>{q.data,        k.data,        v.data,           tables.data,
+                        bounds.data,   lengths.data,  out.data,         kv_heads,
+                        q.shape[1] / kv_heads,        dim,              k.stride[0],
+                        k.stride[1],   k.stride[2],   k.shape[1],       q.stride[0],
+                        q.stride[1],   out.stride[0], out.stride[1],    tables.stride[0],
+                        given.window,  given.scalar * scales.keys,      scales.values},
           lengths.shape[0], q.shape[0], given.threads);
   return true;
 }
 
 }  // namespace
 
-KERNEL(paged_prefill)
+CACHE_KERNEL(paged_prefill)

@@ -31,10 +31,16 @@ typedef float f32v __attribute__((vector_size(LANES * 4)));
 typedef int32_t i32v __attribute__((vector_size(LANES * 4)));
 typedef uint32_t u32v __attribute__((vector_size(LANES * 4)));
 typedef uint16_t u16v __attribute__((vector_size(LANES * 2)));
+typedef uint8_t u8v __attribute__((vector_size(LANES)));
 
 // A bfloat16 is the upper half of a float32.
 struct bf16 {
   uint16_t bits;
+};
+
+// e4m3: a sign, four bits of exponent, three of mantissa; these seven set are no number.
+struct fp8 {
+  uint8_t bits;
 };
 
 static inline f32v load(const float* p) {
@@ -52,6 +58,22 @@ static inline u32v widen(u16v v) {
 #endif
 }
 
+static inline u32v widen(u8v v) {
+#if defined(__AVX512F__)
+  return (u32v)_mm512_cvtepu8_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, u32v);
+#endif
+}
+
+static inline u8v narrow_to_bytes(u32v v) {
+#if defined(__AVX512F__)
+  return (u8v)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, u8v);
+#endif
+}
+
 static inline u16v narrow(u32v v) {
 #if defined(__AVX512F__)
   return (u16v)_mm512_cvtepi32_epi16((__m512i)v);
@@ -66,9 +88,44 @@ static inline f32v load(const bf16* p) {
   return (f32v)(widen(v) << 16);
 }
 
+// Below 8 the exponent's bits are zero, and the number is so many times 2^-9.
+static inline f32v from_e4m3(u32v codes) {
+  const u32v rest = codes & 0x7f, shifted = rest << 20;
+  const u32v small = (u32v)((f32v)(shifted + (121u << 23)) - 0x1p-6f);
+  const u32v number = rest < 8 ? small : shifted + (120u << 23);
+  const u32v found = rest == 0x7f ? u32v{} + 0x7fc00000 : number;
+  return (f32v)(found | (codes & 0x80) << 24);
+}
+
+// Rounds to nearest, ties to even; cuts off at the largest number. Below 2^-6 a sum rounds, of which
+// the last bit is 2^-9.
+static inline u32v to_e4m3(f32v v) {
+  constexpr float LARGEST = 448.0f, ROUNDS = 0x1p14f;
+  const f32v magnitude = (f32v)((u32v)v & 0x7fffffff), largest = f32v{} + LARGEST;
+  const f32v kept = magnitude > largest ? largest : magnitude;
+  const u32v bits = (u32v)kept;
+  const u32v normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120u << 3);
+  const u32v small = (u32v)(kept + ROUNDS) - (u32v)(f32v{} + ROUNDS);
+  const u32v number = kept < 0x1p-6f ? small : normal;
+  return (kept != kept ? u32v{} + 0x7f : number) | ((u32v)v >> 24 & 0x80);
+}
+
+static inline f32v load(const fp8* p) {
+  u8v v;
+  memcpy(&v, p, sizeof v);
+  return from_e4m3(widen(v));
+}
+
+static inline void store(fp8* p, f32v v) {
+  const u8v kept = narrow_to_bytes(to_e4m3(v));
+  memcpy(p, &kept, sizeof kept);
+}
+
 static inline void store(float* p, f32v v) { memcpy(p, &v, sizeof v); }
 
 static inline float to_float(float x) { return x; }
+
+static inline float to_float(fp8 x) { return from_e4m3(u32v{} + x.bits)[0]; }
 
 static inline float to_float(bf16 x) {
   uint32_t bits = (uint32_t)x.bits << 16;
