@@ -1,12 +1,12 @@
 """The one table of model families, by Hugging Face architecture name. All are pre-norm decoders
-with grouped-query attention, rotary positions and gated MLPs or experts. A row holds what is
-particular to one. A test compares the values with the transformers library's."""
+with grouped-query or latent attention, rotary positions and gated MLPs or experts. A row holds what
+is particular to one. A test compares the values with the transformers library's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Family:
     has_head_norms: bool = False
     """Each head of queries and keys is normalised before it is rotated."""
     expert_names: ExpertNames | None = None
+    grouped_scores: Literal["softmax", "sigmoid"] | None = None
+    """Experts are chosen from the best groups of them, by scores of this kind; None: from all."""
+    has_latent_attention: bool = False
+    """Keys and values of all heads are made of one latent vector for each token."""
 
 
 _SHARED: dict[str, Any] = {
@@ -60,6 +64,17 @@ _QWEN = _SHARED | {
     "sliding_window": 4096,
 }
 _QWEN_LAYERS = {"max_window_layers": 28, "layer_types": None}
+_NAMED_BY_PROJECTION = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_DEEPSEEK = _SHARED | {
+    "attention_bias": False,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "scoring_func": None,
+    "moe_layer_freq": None,
+}
 
 FAMILIES: dict[str, Family] = {
     # Touvron et al., 2023. Biases are the configuration's choice.
@@ -115,6 +130,62 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": False,
         },
         has_head_norms=True,
-        expert_names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        expert_names=_NAMED_BY_PROJECTION,
+    ),
+    # DeepSeek-AI, 2024. Latent attention, and experts of which each token shares some.
+    "DeepseekV2ForCausalLM": Family(
+        _DEEPSEEK
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 11008,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "mlp_bias": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+        },
+        expert_names=_NAMED_BY_PROJECTION,
+        grouped_scores="softmax",
+        has_latent_attention=True,
+    ),
+    # DeepSeek-AI, 2024. A bias for each expert has a say in the choice and none in the weights.
+    "DeepseekV3ForCausalLM": Family(
+        _DEEPSEEK
+        | {
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "max_position_embeddings": 4096,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "rope_interleave": True,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "topk_method": None,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+        },
+        expert_names=_NAMED_BY_PROJECTION,
+        grouped_scores="sigmoid",
+        has_latent_attention=True,
     ),
 }

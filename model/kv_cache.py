@@ -3,11 +3,13 @@
 A block holds its tokens' keys and values of all layers in contiguous bytes, so that a transfer
 between processes is one copy per block. A layer's cache is a strided view.
 
-Shapes: N blocks with the scratch block, L layers, B tokens per block, H KV heads, D head dim.
+Shapes: N blocks with the scratch block, L layers, P is 2 for keys and values, B tokens per block, H
+KV heads, D head dim.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,16 +30,18 @@ class KVCacheSpec:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    has_values: bool = True
+    """False: values are made of what is cached as keys, and P is 1."""
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[L, 2, B, H, D]; keys, then values."""
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+        """[L, P, B, H, D]; keys, then values."""
+        parts = 1 + self.has_values
+        return (self.num_layers, parts, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
-        elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return elements * self.dtype.itemsize
+        return math.prod(self.block_shape) * self.dtype.itemsize
 
     @property
     def layout(self) -> str:
@@ -52,7 +56,7 @@ class KVCacheSpec:
     def allocate(
         self, num_blocks: int, device: torch.device, storage: memoryview | None = None
     ) -> torch.Tensor:
-        """Return a pool of zeros for `num_blocks` blocks beside block 0: [num_blocks + 1, L, 2, B,
+        """Return a pool of zeros for `num_blocks` blocks beside block 0: [num_blocks + 1, L, P, B,
         H, D].
 
         On a CPU the pool takes physical memory block by block as it is first written. `storage` is
@@ -70,8 +74,9 @@ class KVCacheSpec:
         return torch.frombuffer(storage, dtype=self.dtype).view(shape)
 
     def views(self, pool: torch.Tensor, layer_names: Sequence[str]) -> dict[str, KVCacheTensor]:
-        """Return each layer's view of the pool: [N, B, H, D] for keys and for values."""
+        """Return each layer's view of the pool: [N, B, H, D] for keys and for values, which are the
+        same one where there are no values."""
         return {
-            name: KVCacheTensor(k_cache=pool[:, i, 0], v_cache=pool[:, i, 1])
+            name: KVCacheTensor(k_cache=pool[:, i, 0], v_cache=pool[:, i, -1])
             for i, name in enumerate(layer_names)
         }

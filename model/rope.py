@@ -162,6 +162,14 @@ def read_rope(
             return DefaultRope(theta)
 
 
+def score_factor(given: RopeParameters, rope: Rope) -> float:
+    """Return what DeepSeek's families multiply scores by, beside what cosines and sines carry: the
+    square of YaRN's factor at `mscale_all_dim`, whatever the kind of scaling."""
+    if isinstance(rope, DefaultRope) or not given.mscale_all_dim:
+        return 1.0
+    return _mscale(rope.factor, given.mscale_all_dim) ** 2
+
+
 def _attention_factor(given: RopeParameters, factor: float) -> float:
     if given.attention_factor is not None:
         return given.attention_factor

@@ -62,6 +62,9 @@ def load_weights(
     not finite, or that this rank's part would split; the parameters' values mean nothing then."""
     directory = Path(checkpoint_dir)
     files = _tensor_files(directory)
+    if extra := [name for name in files if model.is_extra(name)]:
+        layers = f"the {model.config.num_nextn_predict_layers} num_nextn_predict_layers"
+        log.info("%d tensors of %s are not used, in %s", len(extra), layers, directory)
     wanted = {piece.name: piece for piece in model.weight_slices(files.keys())}
     missing = Counter(piece.home for piece in wanted.values())
     sources = [

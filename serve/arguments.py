@@ -217,7 +217,7 @@ class DeployArgs(EngineArgs, frozen=True):
 
     model: str | None = None
     """A directory with `config.json`, safetensors and tokenizer (Llama, Mistral, Mixtral, Qwen2,
-    Qwen3, Qwen3-MoE); null: the bundled model."""
+    Qwen3, Qwen3-MoE, DeepSeek-V2 and V3); null: the bundled model."""
     served_model_name: str | list[str] | None = None
     """What requests call the model; of several names, in a list or separated by commas, the first
     is reported. Null: the last part of its path."""

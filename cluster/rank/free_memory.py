@@ -28,7 +28,8 @@ def bytes_per_token(model: ModelConfig, dtype: str, num_data_ranks: int = 1) -> 
     """Return at least what the tensors that live at once take for one token, if the tokens of
     `num_data_ranks` data-parallel ranks meet in a layer of experts."""
     itemsize: int = getattr(torch, dtype).itemsize
-    widest = max(model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim)
+    shared = 0 if model.experts is None else model.experts.shared_size
+    widest = max(model.hidden_size, model.intermediate_size, model.attention_width, shared)
     dense = LIVE_TENSORS * widest * itemsize
     if model.experts is None:
         return dense

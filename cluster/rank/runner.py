@@ -110,6 +110,7 @@ class ModelRunner:
             head_dim=first.head_dim,
             block_size=config.cache.block_size,
             dtype=getattr(torch, config.kv_dtype),
+            has_values=first.has_values,
         )
         self.inputs = StepInputs(config, self.model_config.vocab_size, self.device)
         self.forward = StepForward(

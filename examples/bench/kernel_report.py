@@ -43,6 +43,7 @@ from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
@@ -52,6 +53,7 @@ KERNEL_MODULES = (
     triton_experts,
     triton_elementwise,
     triton_filters,
+    triton_latent,
     triton_prefill,
     triton_rope,
     triton_routing,
@@ -115,6 +117,8 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
     for head_dim, group in ((64, 8), (128, 4)):
         name = f"D{head_dim} G{group} e4m3"
         yield from attention_cases(name, head_dim, group, None, dtype, has_fp8=True)
+    for num_heads in (16, 24):
+        yield from latent_cases(num_heads, dtype)
     x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
     yield "E4096", lambda: triton_elementwise.rms_norm(x, weight, 1e-5)
     yield "E4096 residual", lambda: triton_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
@@ -187,6 +191,28 @@ def attention_cases(
             name,
             lambda: triton_rope.rope_and_write_kv(q, k, v, cos, cos, *caches, slots, scales),
         )
+
+
+def latent_cases(num_heads: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield a layer's write, decodes with and without splits, and prefill, as DeepSeek has them."""
+    cache = empty(NUM_BLOCKS, 2, 1, BLOCK_SIZE, 1, 576, dtype=dtype)[:, 1, 0]
+    tokens = (empty(512, 512, dtype=dtype), empty(512, 64, dtype=dtype))
+    q, out = empty(512, num_heads, 576, dtype=dtype), empty(512, num_heads, 512, dtype=dtype)
+    table, lengths, rows = (
+        empty(*shape, dtype=torch.int32) for shape in ((256, MAX_BLOCKS), (512,), (512,))
+    )
+
+    def attend(n: int, rows: torch.Tensor | None = None) -> Callable[[], object]:
+        where = (cache, cache[..., :512], table, lengths[:n], 0.1, out[:n], rows)
+        return lambda: triton_latent.attend(q[:n], *where)
+
+    yield (
+        f"H{num_heads}",
+        lambda: triton_latent.write_latents(*tokens, cache, empty(512, dtype=torch.int64)),
+    )
+    yield f"H{num_heads} S1", attend(1)
+    yield f"H{num_heads} S256", attend(256)
+    yield f"H{num_heads} T512", attend(512, rows)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:

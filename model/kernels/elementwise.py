@@ -31,6 +31,16 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def rotate_pairs(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
+) -> torch.Tensor:
+    """Turn as `rotate` does; if `is_interleaved`, turn pairs (x[2 * i], x[2 * i + 1]) instead, and
+    return their first halves before their second ones."""
+    if is_interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(x, cos, sin)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (x[i], x[i + D / 2]) by its position's angle. x: [T, H, D]; cos, sin: [T, 1, D
     / 2]."""

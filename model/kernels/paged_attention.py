@@ -19,6 +19,8 @@ pool, B tokens per block, M columns of the block table, L gathered tokens (a mul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
@@ -51,10 +53,17 @@ def write_kv(
         k, v = (quantize_kv(new, s) for new, s in zip((k, v), kv_scales, strict=True))
         # Of bytes torch fills and scatters what it does not of e4m3; zero is 0 in both.
         k, v, k_cache, v_cache = (t.view(torch.uint8) for t in (k, v, k_cache, v_cache))
-    block_size = k_cache.shape[1]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    opened = blocks[offsets == 0]
-    for new, cache in ((k, k_cache), (v, v_cache)):
+    write_rows(((k, k_cache), (v, v_cache)), slot_mapping)
+
+
+def write_rows(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.Tensor
+) -> None:
+    """Write pairs of tokens [T, heads, D] and their cache [N, B, heads, D] as `write_kv` does."""
+    for new, cache in pairs:
+        block_size = cache.shape[1]
+        blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+        opened = blocks[offsets == 0]
         if opened.numel():
             cache.index_fill_(0, opened, 0)
         cache.index_put_((blocks, offsets), new)

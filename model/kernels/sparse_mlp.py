@@ -22,19 +22,42 @@ Products = Callable[[torch.Tensor, int], torch.Tensor]
 """Multiplies tokens [T, I] with the matrix of a rank's expert, by its number. Returns [T, O]."""
 
 
-def route(
-    router_logits: torch.Tensor, top_k: int, norm_topk_prob: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts by softmax and top-k, in float32. router_logits: [T, X].
+LEAST_SUM = 1e-20
+"""Added to the sum that sigmoids are divided by: all of them may be 0 in float32."""
 
-    Returns the experts, int64 [T, K], and their weights, float32 [T, K], largest first, scaled to
-    the sum 1 if `norm_topk_prob`.
+
+def route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    correction_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    num_groups_per_tok: int = 1,
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts by their scores and top-k, in float32. router_logits: [T, X].
+
+    Scores are a softmax, or sigmoids where there is a bias, float32 [X], which has a say in the
+    choice alone (DeepSeek-V3; DeepSeek-AI, 2024). Experts are of the token's best groups: of a
+    softmax those with the highest score, of sigmoids those whose two highest have the highest sum.
+
+    Returns the experts, int64 [T, K], and their weights, float32 [T, K], best choice first, scaled
+    to the sum 1 if `norm_topk_prob`, times `scaling`.
     """
-    probabilities = router_logits.softmax(-1, dtype=torch.float32)
-    weights, experts = probabilities.topk(top_k, dim=-1)
+    is_softmax, logits = correction_bias is None, router_logits.float()
+    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+    choices = scores if correction_bias is None else scores + correction_bias
+    if num_groups_per_tok < num_groups:
+        groups = choices.unflatten(-1, (num_groups, -1))
+        values = groups.amax(-1) if is_softmax else groups.topk(2, -1).values.sum(-1)
+        best = values.topk(num_groups_per_tok, -1).indices
+        is_left_out = torch.ones_like(values, dtype=torch.bool).scatter_(-1, best, False)
+        choices = groups.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    experts = choices.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
     if norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return experts, weights
+        weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if is_softmax else LEAST_SUM))
+    return experts, weights * scaling
 
 
 def plain_products(matrices: torch.Tensor) -> Products:

@@ -45,6 +45,8 @@ class AttentionMetadata:
 class Attention(nn.Module):
     """One layer's attention on this rank's heads; holds no weights but the scales of its cache."""
 
+    has_values = True
+
     def __init__(
         self,
         num_kv_heads: int,

@@ -2,7 +2,8 @@
 
 A configuration and the row of its family (`model.families`) say how they are built.
 
-Shapes: T tokens, N rows to score, E hidden size, V vocabulary, D head dim.
+Shapes: T tokens, N rows to score, E hidden size, V vocabulary, D head dim, of which positions turn
+all or, in latent attention, a part.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from model import user_buffers  # noqa: F401  (registers ops that passes write i
 from model.config import ModelConfig
 from model.families import FAMILIES
 from model.kernels import dispatch
+from model.kernels.elementwise import rotate_pairs
 from model.layers.attention import KV_SCALE, Attention
+from model.layers.latent_attention import LatentAttention
 from model.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -29,6 +33,9 @@ from model.layers.moe import SparseMLP
 from model.layers.rotary import RotaryEmbedding
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` says of the others."""
 
 
 class RMSNorm(WeightedLayer):
@@ -92,18 +99,69 @@ class GroupedQueryAttention(nn.Module):
         return out
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+class MultiHeadLatentAttention(nn.Module):
+    """One rank's heads of a layer whose keys and values are made of a latent (DeepSeek-V2;
+    DeepSeek-AI, 2024), with its projections."""
+
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         super().__init__()
-        hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        assert config.latent is not None
+        self._latent = latent = config.latent
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.attn = LatentAttention(
+            config.num_heads,
+            latent,
+            layer_name=f"model.layers.{layer}.self_attn.attn",
+            place=place,
+        )
+        # What every rank needs all of is one product.
+        self._sizes = {"kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}
+        self.q_a_layernorm, q_name, q_inputs = None, "q_proj", hidden
+        if latent.q_rank is not None:
+            self._sizes["q_a_proj"] = latent.q_rank
+            self.q_a_layernorm = RMSNorm(latent.q_rank, LATENT_NORM_EPS, place)
+            q_name, q_inputs = "q_b_proj", latent.q_rank
+        self.a_proj = ReplicatedLinear(hidden, self._sizes, place, bias=bias)
+        q_size = config.num_heads * (latent.nope_dim + latent.rope_dim)
+        self.q_proj = MergedColumnParallelLinear(q_inputs, q_size, [q_name], place, bias=False)
+        self.kv_a_layernorm = RMSNorm(latent.kv_rank, LATENT_NORM_EPS, place)
+        self.o_proj = RowParallelLinear(config.num_heads * latent.v_dim, hidden, place, bias=bias)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: [T, E]; cos, sin: [T, 1, D / 2] of what is rotated"""
+        latent = self._latent
+        kv_low, *q_low = self.a_proj(x).split(list(self._sizes.values()), dim=-1)
+        q = self.q_proj(x if self.q_a_layernorm is None else self.q_a_layernorm(*q_low))
+        q_heads = q.view(q.shape[0], -1, latent.nope_dim + latent.rope_dim)
+        q_nope, q_pe = q_heads.split([latent.nope_dim, latent.rope_dim], dim=-1)
+        c, k_pe = kv_low.split([latent.kv_rank, latent.rope_dim], dim=-1)
+        q_pe = rotate_pairs(q_pe, cos, sin, latent.is_interleaved)
+        k_pe = rotate_pairs(k_pe.unsqueeze(1), cos, sin, latent.is_interleaved).squeeze(1)
+        attended = self.attn(q_nope, q_pe, self.kv_a_layernorm(c), k_pe)
+        out: torch.Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: ModelConfig, size: int, place: Placement) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.mlp_bias
         names = ("gate_proj", "up_proj")
         self.gate_up_proj = MergedColumnParallelLinear(hidden, size, names, place, bias=bias)
         self.down_proj = RowParallelLinear(size, hidden, place, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, E]"""
-        out: torch.Tensor = self.down_proj(dispatch.silu_and_mul(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(self._gated(x))
         return out
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum that `forward` returns, without its bias."""
+        return self.down_proj.product(self._gated(x), None)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gated: torch.Tensor = dispatch.silu_and_mul(self.gate_up_proj(x))
+        return gated
 
 
 class DecoderLayer(nn.Module):
@@ -111,7 +169,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, place)
-        self.self_attn = GroupedQueryAttention(config, layer, place)
+        attention = GroupedQueryAttention if config.latent is None else MultiHeadLatentAttention
+        self.self_attn = attention(config, layer, place)
         self.post_attention_layernorm = RMSNorm(hidden, eps, place)
         self.mlp = _mlp(config, layer, place)
 
@@ -125,10 +184,11 @@ class DecoderLayer(nn.Module):
 
 def _mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | SparseMLP:
     if config.experts is None or not config.experts.is_sparse[layer]:
-        return GatedMLP(config, place)
-    names = FAMILIES[config.architecture].expert_names
+        return GatedMLP(config, config.intermediate_size, place)
+    names, size = FAMILIES[config.architecture].expert_names, config.experts.shared_size
     assert names is not None
-    return SparseMLP(config.hidden_size, config.experts, names, place)
+    shared = GatedMLP(config, size, place) if size else None
+    return SparseMLP(config.hidden_size, config.experts, names, place, shared)
 
 
 @support_torch_compile
@@ -181,9 +241,10 @@ class CausalLM(nn.Module):
         """
         return self.lm_head.logits(hidden)
 
-    def attention_layers(self) -> dict[str, Attention]:
+    def attention_layers(self) -> dict[str, Attention | LatentAttention]:
         """Return the attention layers by their names in the forward context, in order."""
-        found = (module for module in self.modules() if isinstance(module, Attention))
+        kinds = Attention | LatentAttention
+        found = (module for module in self.modules() if isinstance(module, kinds))
         return static_forward_context((layer.layer_name, layer) for layer in found)
 
     def weight_slices(self, held: Collection[str] = ()) -> Iterator[WeightSlice]:
@@ -196,7 +257,13 @@ class CausalLM(nn.Module):
         if tensor_name == "lm_head.weight":
             return self.config.tie_word_embeddings
         # Read apart from weights, where the KV cache is FP8.
-        if KV_SCALE.fullmatch(tensor_name):
+        if self.is_extra(tensor_name) or KV_SCALE.fullmatch(tensor_name):
             return True
         # Older conversions stored the rotary frequencies, which follow from the configuration.
         return tensor_name.endswith(".rotary_emb.inv_freq")
+
+    def is_extra(self, tensor_name: str) -> bool:
+        """Return whether a tensor belongs to a layer that predicts further tokens."""
+        first, count = self.config.num_layers, self.config.num_nextn_predict_layers
+        prefixes = (f"model.layers.{layer}." for layer in range(first, first + count))
+        return tensor_name.startswith(tuple(prefixes))

@@ -11,7 +11,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,6 +109,16 @@ class MergedColumnParallelLinear(_ColumnSplit):
         size = place.shard.divide("intermediate_size", out_features)
         start = place.shard.rank * size
         columns = [_Columns(name, out_features, start, size) for name in names]
+        super().__init__(in_features, columns, place, bias=bias)
+
+
+class ReplicatedLinear(_ColumnSplit):
+    """Several tensors in one product, all of each on every rank."""
+
+    def __init__(
+        self, in_features: int, sizes: Mapping[str, int], place: Placement, *, bias: bool
+    ) -> None:
+        columns = [_Columns(name, size, 0, size) for name, size in sizes.items()]
         super().__init__(in_features, columns, place, bias=bias)
 
 

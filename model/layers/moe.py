@@ -17,6 +17,8 @@ intermediate size.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -39,19 +41,27 @@ class Router(Linear):
     """Scores the experts. All of it is on every rank."""
 
     def __init__(
-        self, hidden_size: int, num_experts: int, names: ExpertNames, place: Placement
+        self, hidden_size: int, experts: Experts, names: ExpertNames, place: Placement
     ) -> None:
-        super().__init__(hidden_size, num_experts, place, bias=False)
+        if experts.has_float32_router:
+            place = replace(place, dtype=torch.float32)
+        super().__init__(hidden_size, experts.num_experts, place, bias=False)
         self._block = names.block
+        self.e_score_correction_bias = None
+        if experts.has_sigmoid_scores:
+            self.e_score_correction_bias = self.declare(experts.num_experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, E]. Returns [T, X]."""
-        return self.product(x, None)
+        return self.product(x.to(self.dtype), None)
 
     def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         layer, mlp, gate = name.rsplit(".", 2)
         block = mlp if _is_fused(layer, held) else self._block
         yield whole(f"{layer}.{block}.{gate}.weight", self, "weight")
+        if self.e_score_correction_bias is not None:
+            bias = "e_score_correction_bias"
+            yield whole(f"{layer}.{block}.{gate}.{bias}", self, bias)
 
 
 def _is_fused(layer: str, held: Collection[str]) -> bool:
@@ -115,33 +125,57 @@ class ExpertWeights(WeightedLayer):
                 yield WeightSlice(published, shape, self, "weight", rows, 0, 0, stop)
 
 
+class SharedMLP(Protocol):
+    """What every token goes through beside its experts, a tensor-parallel MLP."""
+
+    @property
+    def down_proj(self) -> Linear: ...
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is summed over the tensor-parallel ranks, without a bias."""
+
+
 class SparseMLP(nn.Module):
     def __init__(
-        self, hidden_size: int, experts: Experts, names: ExpertNames, place: Placement
+        self,
+        hidden_size: int,
+        experts: Experts,
+        names: ExpertNames,
+        place: Placement,
+        shared_experts: SharedMLP | None = None,
     ) -> None:
         super().__init__()
         self._experts = experts
+        self.shared_experts = shared_experts
         data = place.shard.data or Shard()
         self._shard = place.shard
         self._groups = (place.shard.group_name, data.group_name)
         count, size = experts.num_experts, experts.intermediate_size
         up, back = (names.gate, names.up), (names.down,)
-        self.gate = Router(hidden_size, count, names, place)
+        self.gate = Router(hidden_size, experts, names, place)
         self.gate_up_proj = ExpertWeights(count, size, hidden_size, names.block, up, place)
         self.down_proj = ExpertWeights(count, hidden_size, size, names.block, back, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, E], equal on the ranks of a tensor-parallel group. Returns [T, E], equal too."""
+        experts, shared = self._experts, self.shared_experts
         out: torch.Tensor = routed_experts(
             x,
             self.gate(x),
             self.gate_up_proj.operand,
             self.down_proj.operand,
-            self._experts.num_experts_per_tok,
-            self._experts.norm_topk_prob,
+            experts.num_experts_per_tok,
+            experts.norm_topk_prob,
             *self._groups,
+            self.gate.e_score_correction_bias,
+            experts.num_groups,
+            experts.num_groups_per_tok,
+            experts.scaling,
         )
-        return self._shard.all_reduce(out)
+        if shared is None:
+            return self._shard.all_reduce(out)
+        out = self._shard.all_reduce(out + shared.partial(x))
+        return out if shared.down_proj.bias is None else out + shared.down_proj.bias
 
 
 # --- the op -------------------------------------------------------------------------------------
@@ -156,12 +190,17 @@ def _routed_experts(
     norm_topk_prob: bool,
     group: str,
     data_group: str,
+    correction_bias: torch.Tensor | None,
+    num_groups: int,
+    num_groups_per_tok: int,
+    scaling: float,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, over this rank and those that compute other
     tokens; the sum over ranks that compute the same ones is left to the caller.
 
     x: [T, E]; router_logits: [T, X]; gate_up, down: [Xr, 2 * I, E] and [Xr, E, I], or handles of
-    packed ones, int64 [Xr]; group, data_group: names, "" for one rank alone
+    packed ones, int64 [Xr]; group, data_group: names, "" for one rank alone; the rest as
+    `sparse_mlp.route` takes it
     """
     tensor, data = Shard.named(group), Shard.named(data_group)
     num_tokens, num_columns = x.shape
@@ -169,22 +208,28 @@ def _routed_experts(
     first = (data.rank * tensor.size + tensor.rank) * gate_up.shape[0]
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        experts, weights = kernels.route(router_logits, top_k, norm_topk_prob)
+        groups = (correction_bias, num_groups, num_groups_per_tok, scaling)
+        experts, weights = kernels.route(router_logits, top_k, norm_topk_prob, *groups)
         out: torch.Tensor = kernels.expert_mlp(x, experts, weights, gate_up, down, first)
         return out
 
     if data.size == 1:
         return compute(x, router_logits) if num_tokens else x.clone()
     metadata = _metadata_for(num_tokens, data)
-    # One collective instead of two: what travels is short where it happens most often.
-    rows, done = torch.cat((x, router_logits), 1), []
+    # One collective instead of two: what travels is short where it happens most often. Scores that
+    # are wider than tokens travel as the bits that they are.
+    kind = router_logits.dtype
+    rows, done = torch.cat((x, router_logits.view(x.dtype)), 1), []
     for index in range(-(-metadata.max_tokens_across_dp // CHUNK_TOKENS)):
         sizes = metadata.chunked_sizes(CHUNK_TOKENS, index)
         chunk = rows[CHUNK_TOKENS * index :][:CHUNK_TOKENS]
         # A rank without a token left takes part with one of padding.
         sent = chunk if len(chunk) else rows.new_zeros(1, rows.shape[1])
         everyones = data.all_gather(sent, 0, sizes)
-        outputs = compute(everyones[:, :num_columns], everyones[:, num_columns:])
+        scores = everyones[:, num_columns:]
+        if kind != x.dtype:
+            scores = scores.contiguous().view(kind)
+        outputs = compute(everyones[:, :num_columns], scores)
         done.append(data.reduce_scatter(outputs, sizes)[: len(chunk)])
     return done[0] if len(done) == 1 else torch.cat([x[:0], *done])
 

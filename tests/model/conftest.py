@@ -51,9 +51,9 @@ def _one_thread() -> None:
 
 def _randomise(model: torch.nn.Module) -> None:
     """Give biases and norm weights values too: transformers starts them at zero and one."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    for name, values in model.state_dict().items():
+        if values.ndim == 1:
+            torch.nn.init.normal_(values, 1.0 if "norm" in name else 0.0, 0.3)
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +104,8 @@ class Paged:
         """Around each forward."""
         self.layers = model.attention_layers()
         first = next(iter(self.layers.values()))
-        spec = KVCacheSpec(len(self.layers), first.num_kv_heads, first.head_dim, block_size, dtype)
+        kind = (first.num_kv_heads, first.head_dim, block_size, dtype, first.has_values)
+        spec = KVCacheSpec(len(self.layers), *kind)
         self.pool = spec.allocate(num_blocks, torch.device("cpu"))
         self.pool[1:] = torch.nan
         self.caches = spec.views(self.pool, list(self.layers))

@@ -17,7 +17,9 @@ from model.config import Experts, ModelConfig
 from model.families import FAMILIES
 
 FAMILY_NAMES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]
+FAMILY_NAMES += ["DeepseekV2", "DeepseekV3"]
 FIELDS = sorted({name for family in FAMILIES.values() for name in family.defaults})
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 LLAMA3 = {"type": "llama3", "factor": 2, "low_freq_factor": 4}
 
@@ -63,7 +65,7 @@ def test_each_default_is_what_transformers_takes_for_an_absent_field(
     defaults = FAMILIES[f"{family}ForCausalLM"].defaults
     if name not in defaults:
         # Either spelling of how many experts there are stands for the other one.
-        assert not hasattr(theirs, name) or name in ("num_experts", "num_local_experts")
+        assert not hasattr(theirs, name) or name in EXPERTS
     elif name == "rope_theta":
         assert defaults[name] == theirs.default_theta
     elif name == "sliding_window":
@@ -136,6 +138,88 @@ SPARSE = [
 def test_experts_are_transformers(family: str, values: dict[str, Any], tmp_path: Path) -> None:
     theirs, read_back, ours = in_both(family, values, tmp_path)
     assert ours.experts == read_back.experts == experts_of(theirs)
+
+
+LATENT: list[tuple[str, dict[str, Any]]] = [
+    ("DeepseekV2", {"num_experts_per_tok": 6}),
+    ("DeepseekV2", {"num_experts_per_tok": 2, "q_lora_rank": None, "n_group": 5, "topk_group": 9}),
+    (
+        "DeepseekV2",
+        {
+            "num_experts_per_tok": 6,
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 3,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    ("DeepseekV3", {}),
+    ("DeepseekV3", {"first_k_dense_replace": 4}),
+    ("DeepseekV3", {"norm_topk_prob": False, "n_shared_experts": 3, "rope_interleave": False}),
+]
+YARN = {"rope_type": "yarn", "factor": 16.0, "mscale": 0.6, "original_max_position_embeddings": 256}
+SCALED: list[dict[str, Any]] = [
+    YARN | {"mscale_all_dim": 1.3},
+    YARN | {"mscale_all_dim": 0},
+    YARN,
+    {"rope_type": "linear", "factor": 3.0, "mscale_all_dim": 1.3},
+    {"rope_type": "linear", "factor": 0.5, "mscale_all_dim": 1.3},
+    {"rope_type": "default", "mscale_all_dim": 1.3},
+]
+
+
+def grouped(family: str, theirs: Any) -> Experts | None:
+    """Return what transformers' model classes make of a configuration with shared experts."""
+    first, layers = theirs.first_k_dense_replace, theirs.num_hidden_layers
+    is_grouped = getattr(theirs, "topk_method", "") != "greedy"
+    experts = Experts(
+        num_experts=theirs.n_routed_experts,
+        num_experts_per_tok=theirs.num_experts_per_tok,
+        intermediate_size=theirs.moe_intermediate_size,
+        norm_topk_prob=theirs.norm_topk_prob and family == "DeepseekV3",
+        is_sparse=tuple(i >= first for i in range(layers)),
+        shared_size=theirs.moe_intermediate_size * theirs.n_shared_experts,
+        has_sigmoid_scores=family == "DeepseekV3",
+        num_groups=theirs.n_group if is_grouped else 1,
+        num_groups_per_tok=theirs.topk_group if is_grouped else 1,
+        scaling=theirs.routed_scaling_factor,
+        has_float32_router=True,
+    )
+    return experts if first < layers else None
+
+
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize(("family", "values"), LATENT)
+def test_shared_experts_and_latents_are_transformers(
+    family: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs, read_back, ours = in_both(family, values, tmp_path)
+    assert ours.experts == read_back.experts == grouped(family, theirs)
+    assert ours.latent == read_back.latent
+    assert ours.latent is not None
+    assert ours.head_dim == ours.latent.rope_dim == theirs.head_dim == theirs.qk_rope_head_dim
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert (ours.latent.q_rank, ours.latent.kv_rank) == (theirs.q_lora_rank, theirs.kv_lora_rank)
+    assert (ours.latent.nope_dim, ours.latent.v_dim) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
+    assert ours.latent.is_interleaved == getattr(theirs, "rope_interleave", True)
+
+
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize("rope", SCALED)
+@pytest.mark.parametrize("version", [2, 3])
+def test_scores_are_scaled_as_transformers_does(
+    version: int, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+    values = {"rope_parameters": rope, "num_experts_per_tok": 2}
+    theirs, read_back, _ = in_both(f"DeepseekV{version}", values, tmp_path)
+    module = {2: v2, 3: v3}[version]
+    wanted = module.yarn_apply_mscale(theirs.rope_parameters, theirs.qk_head_dim**-0.5)
+    assert read_back.latent is not None
+    assert read_back.latent.scale == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
@@ -223,7 +307,7 @@ def test_each_field_of_a_family_is_checked(family: str) -> None:
     architecture = f"{family}ForCausalLM"
     for name in FAMILIES[architecture].defaults:
         with pytest.raises(FieldError, match=f"^{name}: wanted .*, found .* in config.json$"):
-            read(architectures=[architecture], **{name: {"odd": 1}})
+            read(architectures=[architecture], **{"num_experts_per_tok": 1, name: {"odd": 1}})
 
 
 @pytest.mark.parametrize(
@@ -295,6 +379,46 @@ def test_each_field_of_a_family_is_checked(family: str) -> None:
             "num_local_experts: wanted 128 like num_experts, found 127",
         ),
         ("Qwen3Moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: wanted a list of layers' number"),
+        (
+            "DeepseekV2",
+            {},
+            "num_experts_per_tok: wanted an integer from 1 to 268435456, found None",
+        ),
+        (
+            "DeepseekV3",
+            {"num_experts_per_tok": 129},
+            "num_experts_per_tok: wanted at most the 128 ",
+        ),
+        (
+            "DeepseekV3",
+            {"n_group": 7},
+            "n_group: wanted a divisor of n_routed_experts=256 that lea",
+        ),
+        ("DeepseekV3", {"n_group": 256}, "n_group: wanted a divisor of n_routed_experts=256 that "),
+        ("DeepseekV3", {"n_group": None}, "n_group: wanted a divisor of n_routed_experts=256 that"),
+        ("DeepseekV3", {"topk_group": 9}, "topk_group: wanted at most n_group=8, found 9"),
+        ("DeepseekV3", {"topk_group": None}, "topk_group: wanted at most n_group=8, found None"),
+        (
+            "DeepseekV2",
+            {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2},
+            "n_group: wanted a divisor of n_routed_experts=64, found None",
+        ),
+        (
+            "DeepseekV2",
+            {"topk_method": "noaux_tc", "num_experts_per_tok": 2},
+            "topk_method: wanted greedy or group_limited_greedy, found 'noaux_tc'",
+        ),
+        ("DeepseekV3", {"topk_method": "greedy"}, "topk_method: wanted noaux_tc, found 'greedy'"),
+        ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func: wanted sigmoid, found 'softma"),
+        ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq: wanted 1 (every layer behind the d"),
+        ("DeepseekV3", {"n_shared_experts": 0}, "n_shared_experts: wanted an integer from 1 to 10"),
+        ("DeepseekV3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim: wanted an even number, found 7"),
+        ("DeepseekV3", {"kv_lora_rank": 1 << 20}, "kv_lora_rank: wanted an integer of at most 655"),
+        (
+            "DeepseekV3",
+            {"num_key_value_heads": 8},
+            "num_key_value_heads: wanted num_attention_heads=128 (all heads have one latent), foun",
+        ),
         ("Falcon", {}, f"architectures: wanted one of {', '.join(FAMILIES)}, found ['FalconForCa"),
     ],
 )

@@ -32,7 +32,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},
     "Mixtral": {"num_local_experts": 4, **MOE},
     "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12, **MOE},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 28,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        **MOE,
+    },
 }
+SLOW = {"DeepseekV3"}
+"""Half a minute in Inductor."""
 SMALL = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48}
 
 
@@ -75,7 +91,10 @@ def compare(load: Any, paged: Any, path: Path, shard: Shard, *, use_inductor: bo
 
 
 @pytest.mark.feature("O06")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in FAMILIES],
+)
 def test_inductor_compiles_what_a_gpu_traces(
     family: str, make_checkpoint: Any, load: Any, paged: Any
 ) -> None:
@@ -87,7 +106,8 @@ def test_inductor_compiles_what_a_gpu_traces(
 
 @pytest.mark.feature("O06")
 @pytest.mark.parametrize(
-    ("family", "use_inductor"), [("Llama", True), ("Llama", False), ("Mixtral", False)]
+    ("family", "use_inductor"),
+    [("Llama", True), ("Llama", False), ("Mixtral", False), ("DeepseekV3", False)],
 )
 def test_two_gpus_sum_and_norm_in_one_op(
     family: str, use_inductor: bool, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any

@@ -57,4 +57,18 @@ def test_layout_differs_wherever_blocks_differ() -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size")
     ]
     others.append(dataclasses.replace(SPEC, dtype=torch.float16))
-    assert len({spec.layout for spec in [SPEC, *others]}) == 6
+    others.append(dataclasses.replace(SPEC, has_values=False))
+    assert len({spec.layout for spec in [SPEC, *others]}) == 7
+
+
+@pytest.mark.feature("S04")
+def test_what_values_are_made_of_is_kept_once() -> None:
+    spec = dataclasses.replace(SPEC, num_kv_heads=1, head_dim=12, has_values=False)
+    assert spec.layout == "bfloat16:layers3:kv1:block4:heads1:dim12"
+    pool = spec.allocate(5, CPU)
+    assert pool.shape == (6, 3, 1, 4, 1, 12)
+    assert pool[3].nbytes == spec.block_bytes == 3 * 4 * 12 * 2
+    views = spec.views(pool, ["a", "b", "c"])
+    views["b"].k_cache.fill_(1)
+    assert views["b"].v_cache.all()
+    assert pool.sum() == pool.numel() / 3

@@ -13,11 +13,15 @@ import torch
 import torch.distributed as dist
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
+from model.config import Latent
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers.attention import Attention, AttentionMetadata
-from model.parallel import Shard
+from model.layers.latent_attention import LatentAttention
+from model.parallel import Placement, Shard
 
 T, E, H, HKV, D = 5, 48, 4, 2, 8
+ROUTE = (torch.linspace(-1, 1, 6), 3, 2, 1.5)
+LATENT = Latent(None, kv_rank=10, nope_dim=7, rope_dim=6, v_dim=9, is_interleaved=True, scale=0.4)
 DTYPES = (torch.float32, torch.bfloat16)
 
 LIST_OPS = """
@@ -45,8 +49,12 @@ def attention_context() -> Iterator[None]:
         slot_mapping=torch.tensor([6, 8, 12, 13, 14]),
     )
     pool = torch.randn(2, 4, 4, HKV, D)
-    caches = {"layer": KVCacheTensor(pool[0], pool[1])}
-    with forward_context(ForwardContext({"layer": layer}, metadata, caches)):
+    place = Placement(torch.float32, torch.device("cpu"))
+    latent = LatentAttention(H, LATENT, layer_name="latent", place=place)
+    torch.nn.init.normal_(latent.allocate("weight"))
+    latents = torch.randn(4, 4, 1, latent.head_dim)
+    caches = {"layer": KVCacheTensor(pool[0], pool[1]), "latent": KVCacheTensor(latents, latents)}
+    with forward_context(ForwardContext({"layer": layer, "latent": latent}, metadata, caches)):
         yield
 
 
@@ -58,13 +66,28 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     qkv = torch.randn(T, H + 2 * HKV, D)
     q, k, v = qkv.split_with_sizes([H, HKV, HKV], dim=1)
     cos, sin = torch.randn(2, T, 1, D // 2)
+    q_nope, q_pe = torch.randn(T, H, 7 + 6).split([7, 6], dim=-1)
+    c, k_pe, with_values = torch.randn(T, 10), torch.randn(T, 6), torch.empty(T, H, 9)
     found: dict[str, list[tuple[Any, ...]]] = {
         "rms_norm": [(x, weight, 1e-5), (torch.randn(T, 3, E, dtype=dtype), weight, 1e-5)],
         "fused_add_rms_norm": [(x, x.clone(), weight, 1e-5), (wide, wide.clone(), weight, 1e-5)],
         "silu_and_mul": [(x,), (torch.randn(T, 3, E, dtype=dtype),)],
         "packed_linear": [],
         "packed_rows": [],
-        "routed_experts": [(wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, "", "")],
+        "routed_experts": [
+            (wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, "", "", None, 1, 1, 1.0),
+            (
+                wide,
+                torch.randn(T, 6),
+                *(m.repeat(2, 1, 1) for m in matrices),
+                2,
+                True,
+                "",
+                "",
+                *ROUTE,
+            ),
+        ],
+        "mla_attention": [(q_nope, q_pe, c, k_pe, with_values, "latent")],
         "unified_attention_with_output": [(q, k, v, cos, sin, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
         "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
@@ -96,7 +119,9 @@ def _add_packed(found: dict[str, list[tuple[Any, ...]]], x: torch.Tensor, group_
         found["packed_rows"].append((torch.randint(32, (T,)), packed.handle, E, dtype))
     scores, handles = torch.randn(T, 1, dtype=dtype), packed.handle.view(1)
     back_handles = back.handle.view(1)
-    found["routed_experts"].append((x, scores, handles, back_handles, 1, True, "", ""))
+    found["routed_experts"].append(
+        (x, scores, handles, back_handles, 1, True, "", "", None, 1, 1, 1.0)
+    )
     # The handles' table is this process's own; the cases keep the weights alive.
     found[""].append((packed, back))
 

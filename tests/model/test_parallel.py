@@ -65,6 +65,33 @@ def test_the_sizes_that_a_model_names_are_those_that_its_layers_take(
     if mlp_only_layers is not None:
         fields |= {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": mlp_only_layers}
         fields |= {"num_experts": 12, "moe_intermediate_size": 7}
+    names_the_sizes_that_layers_take(fields, num_heads, dp_size)
+
+
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("num_dense", [0, 1, 2])
+@pytest.mark.parametrize(("num_heads", "moe_size"), [(12, 7), (12, 8), (12, 12), (5, 10), (8, 4)])
+def test_shared_experts_and_latents_are_split_as_the_model_says(
+    num_heads: int, moe_size: int, num_dense: int, dp_size: int
+) -> None:
+    fields = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 16,
+        "hidden_size": 20,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "first_k_dense_replace": num_dense,
+        "n_routed_experts": 24,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": moe_size,
+    }
+    names_the_sizes_that_layers_take(fields, num_heads, dp_size)
+
+
+def names_the_sizes_that_layers_take(fields: dict[str, Any], num_heads: int, dp_size: int) -> None:
     config = ModelConfig.from_dict(fields, "config.json")
     takes = []
     for size in range(1, num_heads + 1):

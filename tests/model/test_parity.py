@@ -69,6 +69,59 @@ SHAPES |= {
 }
 
 
+def deepseek(version: int, num_experts: int, top_k: int, **others: Any) -> dict[str, Any]:
+    """No two sizes are alike, factors of the scaling differ, and prompts are longer than what
+    positions were made for."""
+    sizes = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "n_shared_experts": 2}
+    heads = {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "kv_lora_rank": 20}
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
+    return {
+        "family": f"DeepseekV{version}",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 22,
+        "moe_intermediate_size": 18,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "rope_parameters": rope | {"mscale": 0.7, "mscale_all_dim": 1.2, "rope_theta": 300.0},
+        **sizes,
+        **heads,
+        **others,
+    }
+
+
+SHAPES |= {
+    "deepseek_v2": deepseek(2, 7, 3, q_lora_rank=None, attention_bias=True, rms_norm_eps=1e-4),
+    "deepseek_v2 in groups": deepseek(
+        2,
+        12,
+        3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,  # which transformers does not look at
+        routed_scaling_factor=1.7,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "deepseek_v3": deepseek(3, 12, 3, n_group=3, topk_group=2, attention_bias=True),
+    "deepseek_v3 of one group": deepseek(
+        3, 5, 4, n_group=1, topk_group=1, q_lora_rank=None, first_k_dense_replace=0
+    ),
+    "deepseek_v3 not normalised": deepseek(
+        3,
+        16,
+        4,
+        n_group=4,
+        topk_group=3,
+        norm_topk_prob=False,
+        n_shared_experts=1,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 90.0, "mscale_all_dim": 1.2},
+    ),
+}
+
+
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 509, (length,), generator=torch.Generator().manual_seed(seed))
 
@@ -84,7 +137,7 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.feature("S07")
+@pytest.mark.feature("S07", "S04")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mixed_batches_equal_transformers(
     shape: str, make_checkpoint: Any, load: Any, paged: Any
@@ -139,6 +192,8 @@ def test_half_precision_follows_transformers(
         "qwen3",
         "mixtral window",
         "qwen3_moe every other layer",
+        "deepseek_v2 in groups",
+        "deepseek_v3",
     ],
 )
 def test_tensor_parallel_equals_one_rank(

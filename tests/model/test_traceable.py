@@ -26,8 +26,17 @@ from model.weights import load_model
 
 VOCAB = 509
 ATTENTION = torch.ops.lockstep.unified_attention_with_output
+LATENT_ATTENTION = torch.ops.lockstep.mla_attention
 EXPERTS = torch.ops.lockstep.routed_experts
 
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "kv_lora_rank": 20,
+    "moe_intermediate_size": 12,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "Llama"},
     "llama-biases": {"family": "Llama", "attention_bias": True, "mlp_bias": True},
@@ -42,6 +51,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
         "decoder_sparse_step": 2,
+    },
+    "deepseek-v2": {
+        "family": "DeepseekV2",
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 6,
+        "q_lora_rank": None,
+        **LATENTS,
+    },
+    "deepseek-v3": {
+        "family": "DeepseekV3",
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "q_lora_rank": 28,
+        "first_k_dense_replace": 1,
+        **LATENTS,
     },
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -97,13 +123,14 @@ def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.feature("A04", "K03", "K04", "K07", "E09", "E10")
+@pytest.mark.feature("A04", "K03", "K04", "K07", "E09", "E10", "S04")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         *((name, torch.float32) for name in FAMILIES),
         ("llama", torch.bfloat16),
         ("qwen3-moe", torch.bfloat16),
+        ("deepseek-v3", torch.bfloat16),
     ],
 )
 def test_one_graph_serves_every_batch_and_equals_the_model(
@@ -163,14 +190,16 @@ def test_weights_that_are_not_packed_are_traced_as_products(
 
 def assert_attention_is_opaque(nodes: list[torch.fx.Node], layers: list[str]) -> None:
     """One op for each layer; it gets tensors, one of them to write into, and the layer's name."""
-    calls = [node for node in nodes if node.target is ATTENTION]
-    assert [call.args[6] for call in calls] == layers
+    calls = [node for node in nodes if node.target in (ATTENTION, LATENT_ATTENTION)]
+    assert [call.args[-1] for call in calls] == layers
     for call in calls:
-        assert all(is_tensor(arg) for arg in call.args[:6])
+        assert len(call.args) == (7 if call.target is ATTENTION else 6)
+        assert all(is_tensor(arg) for arg in call.args[:-1])
         assert call.kwargs == {} and not call.users
         # Allocated by the traced graph, so that whoever captures it owns the memory.
-        output = call.args[5]
-        assert isinstance(output, torch.fx.Node) and output.target is torch.empty_like
+        output = call.args[-2]
+        assert isinstance(output, torch.fx.Node)
+        assert output.target in (torch.empty_like, "new_empty")
 
 
 def assert_only_tokens_are_symbolic(nodes: list[torch.fx.Node]) -> None:
@@ -223,7 +252,7 @@ def test_experts_are_one_node_however_many_there_are(make_checkpoint: Any, paged
         assert len(calls) == 2
         for call in calls:
             assert all(is_tensor(arg) for arg in call.args[:4])
-            assert call.args[4:] == (top_k, False, "", "")
+            assert call.args[4:] == (top_k, False, "", "", None, 1, 1, 1.0)
     assert targets[0] == targets[1]
     assert not [name for name in targets[0] if "topk" in name or "softmax" in name]
 
@@ -253,7 +282,7 @@ class Group:
     """Stands where tracing needs a group and never calls it."""
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "qwen3-moe", "deepseek-v3"])
 def test_every_rank_traces_the_same_graph(
     name: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +299,7 @@ def test_every_rank_traces_the_same_graph(
         texts.append(graph.print_readable(print_output=False))
     assert texts[0] == texts[1]
     num_sparse = texts[0].count("torch.ops.lockstep.routed_experts(")
-    assert num_sparse == (1 if "moe" in name else 0)
+    assert num_sparse == (1 if name in ("qwen3-moe", "deepseek-v3") else 0)
     assert texts[0].count("torch.ops.lockstep.all_reduce(") == 1 + 2 * 2
     # Which experts a rank holds depends on its place in the group, too.
     assert texts[0].count("'tp'") == 1 + 2 * 2 + num_sparse

@@ -217,10 +217,20 @@ def test_a_blank_model_has_the_tensors_of_a_loaded_one_and_keeps_no_values(
 SHAPES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 6, "intermediate_size": 20},
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    "DeepseekV3": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+    },
 }
 EXPERT = {
     "Mixtral": "model.layers.1.block_sparse_moe.experts.4.w3.weight",
     "Qwen3Moe": "model.layers.1.mlp.experts.4.up_proj.weight",
+    "DeepseekV3": "model.layers.1.mlp.experts.4.up_proj.weight",
 }
 
 Tensors = dict[str, torch.Tensor]
@@ -324,6 +334,27 @@ def test_experts_that_ranks_do_not_divide_are_refused_by_name(
     path = copy(lambda tensors: None)
     with pytest.raises(FieldError, match=f"num_experts: wanted a multiple of {sizes}, found 6"):
         load(path, shard)
+
+
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize("family", ["DeepseekV3"])
+def test_layers_that_predict_further_tokens_are_skipped_in_one_line(
+    copy: Callable[..., Path], load: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def extend(tensors: Tensors, layer: int) -> None:
+        for name in ("eh_proj", "self_attn.q_a_proj", "mlp.experts.0.up_proj"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.zeros(3)
+
+    path = copy(lambda tensors: extend(tensors, 2))
+    with caplog.at_level("INFO", "lockstep.model"):
+        load(path)
+    [line] = [m for m in caplog.messages if "num_nextn_predict_layers" in m]
+    assert line.startswith("3 tensors of the 1 num_nextn_predict_layers are not used, in ")
+    # One is configured: what lies behind it belongs to nothing.
+    rewrite(path / "model.safetensors", lambda tensors: extend(tensors, 3))
+    assert refusal(load, path).startswith("tensor model.layers.3.eh_proj.weight: wanted only tens")
+    rewrite(path / "config.json", lambda values: values.update(num_nextn_predict_layers=0))
+    assert refusal(load, path).startswith("tensor model.layers.2.eh_proj.weight: wanted only tens")
 
 
 BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench" / "load_memory.py"

@@ -298,6 +298,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 16},
     "Mixtral": {"num_local_experts": 4, **_EXPERTS},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 12, **_EXPERTS},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 28,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        **_EXPERTS,
+    },
 }
 SIZES: dict[str, Any] = {
     "max_model_len": 80,

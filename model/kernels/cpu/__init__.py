@@ -13,7 +13,7 @@ import torch
 
 from compile.graphs.boundary import boundary
 from compile.passes.fuse_add_rms_norm import add_rms_norm
-from model.kernels import elementwise, paged_attention, sparse_mlp
+from model.kernels import elementwise, latent_attention, paged_attention, sparse_mlp
 from model.kernels.cpu import native
 from model.kernels.cpu.packed_linear import packed_products
 from model.kernels.filters import filter_top_k_top_p as filter_top_k_top_p
@@ -59,6 +59,24 @@ def rope_and_write_kv(q: torch.Tensor, *others: torch.Tensor | None) -> torch.Te
         return rotated
     in_torch: torch.Tensor = boundary(paged_attention.rope_and_write_kv)(q, *others)
     return in_torch
+
+
+def write_latents(*args: torch.Tensor) -> None:
+    boundary(latent_attention.write_latents)(*args)
+
+
+def latent_decode(*args: Any) -> None:
+    """Attend to latents as they are cached."""
+    attend = boundary(paged_attention.paged_decode)
+    latent_attention.latent_decode(*(*args, attend))
+
+
+@boundary
+def latent_prefill(*args: Any) -> None:
+    """Attend; rows behind the last sequence become zero."""
+    latent_attention.latent_prefill(*args)
+    *_, cu_seqlens_q, _, _, out = args
+    out[int(cu_seqlens_q[-1] - cu_seqlens_q[0]) :].zero_()
 
 
 def expert_mlp(*args: Any) -> torch.Tensor:

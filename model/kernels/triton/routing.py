@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from model.kernels import sparse_mlp
+
 PAIRS_BLOCK = 1024
 
 
@@ -61,9 +63,19 @@ def _route_kernel(
 
 
 def route(
-    router_logits: torch.Tensor, top_k: int, norm_topk_prob: bool
+    router_logits: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    correction_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    num_groups_per_tok: int = 1,
+    scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts; see `sparse_mlp.route`. The lowest of equals comes first."""
+    """Choose each token's experts; see `sparse_mlp.route`. The lowest of equals comes first. Where
+    there are groups, sigmoids or a scaling, torch computes; it does not wait for the device."""
+    if correction_bias is not None or num_groups > 1 or scaling != 1.0:
+        others = (correction_bias, num_groups, num_groups_per_tok, scaling)
+        return sparse_mlp.route(router_logits, top_k, norm_topk_prob, *others)
     num_tokens, num_experts = router_logits.shape
     experts = router_logits.new_empty(num_tokens, top_k, dtype=torch.int64)
     weights = router_logits.new_empty(num_tokens, top_k, dtype=torch.float32)

@@ -27,6 +27,31 @@ def rope(rope_type: str, **fields: Any) -> dict[str, Any]:
     return {"rope_type": rope_type, **fields}
 
 
+def latent(
+    heads: tuple[int, int, int], num_experts: int, top_k: int, **fields: Any
+) -> dict[str, Any]:
+    """Return fields of a DeepSeek model; `heads` are their number, the size of a latent and the
+    hidden size."""
+    num_heads, rank, hidden = heads
+    return shape(
+        (num_heads, num_heads, hidden),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=14,
+        n_routed_experts=num_experts,
+        num_experts_per_tok=top_k,
+        **fields,
+    )
+
+
+def uneven_yarn(mscale: float, mscale_all_dim: float) -> dict[str, Any]:
+    factors = {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    return rope(
+        "yarn", rope_theta=300.0, factor=8.0, original_max_position_embeddings=16, **factors
+    )
+
+
 # Shapes that round numbers would hide mistakes in.
 LLAMA_SHAPES = {
     "one kv head": shape((4, 1, 64)),
@@ -170,6 +195,63 @@ SHAPES = LLAMA_SHAPES | {  # the first word of the others is their family
         moe_intermediate_size=14,
         vocab_size=251,
     ),
+    "deepseek2 whole queries": latent(
+        (4, 20, 44),
+        6,
+        2,
+        q_lora_rank=None,
+        moe_intermediate_size=22,
+        n_shared_experts=3,
+        first_k_dense_replace=1,
+        routed_scaling_factor=0.6,
+        rope_parameters=uneven_yarn(0.7, 1.2),
+    ),
+    "deepseek2 tied groups": latent(
+        (2, 28, 40),
+        12,
+        4,
+        q_lora_rank=18,
+        moe_intermediate_size=16,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=uneven_yarn(1.1, 0.4),
+    ),
+    "deepseek3 groups": latent(
+        (4, 24, 52),
+        12,
+        3,
+        q_lora_rank=26,
+        moe_intermediate_size=20,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        n_group=3,
+        topk_group=2,
+        vocab_size=263,
+        rope_parameters=uneven_yarn(0.8, 1.3),
+    ),
+    "deepseek3 tied one group": latent(
+        (6, 16, 36),
+        10,
+        4,
+        q_lora_rank=None,
+        moe_intermediate_size=12,
+        n_shared_experts=1,
+        first_k_dense_replace=2,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.3,
+        rope_interleave=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=rope("default", rope_theta=200.0, mscale_all_dim=1.4),
+    ),
 }
 SLOW_SHAPES = {
     "mistral window 13 wide heads",
@@ -186,6 +268,8 @@ SLOW_SHAPES = {
     "qwen3 tied linear rope",
     "qwen3 odd vocabulary",
     "qwen3 yarn rope without truncation",
+    "deepseek2 tied groups",
+    "deepseek3 tied one group",
 }
 """Left out by default: what is special about each, another one has too."""
 FAMILIES = {
@@ -194,8 +278,11 @@ FAMILIES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3moe": "Qwen3Moe",
+    "deepseek2": "DeepseekV2",
+    "deepseek3": "DeepseekV3",
 }
-SPARSE = ("mixtral", "qwen3moe")
+NORMS = tuple(f"{name}.weight" for name in ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm"))
+SPARSE = ("mixtral", "qwen3moe", "deepseek2", "deepseek3")
 
 
 def features_of(name: str) -> list[str]:
@@ -203,6 +290,7 @@ def features_of(name: str) -> list[str]:
     family = name.split()[0]
     words = {" rope": "S05", "window ": "S06"}
     row = "S03" if family in SPARSE else "S02" if family.startswith("qwen") else "S01"
+    row = "S04" if family.startswith("deepseek") else row
     return [row] + [feature for word, feature in words.items() if word in name]
 
 
@@ -291,10 +379,11 @@ def new_oracle(path: Path, name: str) -> Oracle:
         # What it chooses by itself takes multiples of 16 bytes alone.
         model.set_experts_implementation("eager")
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        # A router's correction is no parameter, and part of the state.
+        for parameter_name, parameter in model.state_dict().items():
             if parameter_name.endswith("bias"):
                 parameter.normal_(std=0.3)
-            elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+            elif parameter_name.endswith(NORMS):
                 parameter.normal_(mean=1.0, std=0.3)
     model.save_pretrained(path)
     return Oracle(name, path, model)

@@ -27,10 +27,13 @@ COMPILED = (
     "qwen3 window in every other layer",
     "mixtral tied eight experts",
     "qwen3moe many experts",
+    "deepseek3 groups",
 )
 """One of each family."""
 SLOW_COMPILED = {"mistral window 13 wide heads", "qwen2 tied", "mixtral tied eight experts"}
 """Left out by default: what they compile takes minutes together."""
+SLOW_COMPILERS = {"deepseek3 groups"}
+"""Left out above level 0."""
 MODES = [
     (0, NONE, "A01 A09 B01"),
     (0, FULL, "B03 Q02"),
@@ -72,6 +75,7 @@ MORE_TENSOR_PARALLEL = [
     "qwen3 tied linear rope",
     "mixtral window 11 wide heads",
     "qwen3moe many experts",  # 9 on each, and a KV head on both
+    "deepseek3 groups",  # whose latents are on both
 ]
 SLOW_TENSOR_PARALLEL = [
     "wide heads",
@@ -90,6 +94,7 @@ SLOW_TENSOR_PARALLEL = [
     "qwen3 odd vocabulary",
     "qwen3 yarn rope without truncation",
     "qwen3 window in every other layer",
+    "deepseek2 tied groups",
 ]
 """Together they take minutes."""
 
@@ -119,7 +124,8 @@ def compiled() -> Iterator[Any]:
     for level, mode, features in MODES:
         for shape in COMPILED if (level, mode) in OF_EVERY_FAMILY else COMPILED[:1]:
             row = Row(shape, "run down", level=level, mode=mode)
-            yield case(row, features, shape in SLOW_COMPILED)
+            is_slow = shape in SLOW_COMPILED or (shape in SLOW_COMPILERS and level > 0)
+            yield case(row, features, is_slow)
     yield case(Row("qwen2 tied", "at random", level=3, mode=BOTH), is_slow=True)
 
 
@@ -144,6 +150,7 @@ def data_parallel() -> Iterator[Any]:
     yield case(Row(experts, "uneven", 1, 2, mode=DECODE_ONLY))
     yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY))
     yield case(Row(experts, "uneven", 1, 2, mode=PIECEWISE), "X03")
+    yield case(Row("deepseek3 groups", "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
     for shape in (odd, experts):
         for load in ("uneven", "seeded"):
             row = Row(shape, load, 1, 2, level=3, mode=BOTH, compiler="inductor")
@@ -157,6 +164,8 @@ def pools() -> Iterator[Any]:
         yield case(Row("six heads", "roomy pools", kv=kv))
     for shape, kv in (("one kv head", "shm"), ("wide heads", "tcp"), ("tied", "shm")):
         yield case(Row(shape, "pools", 2, kv=kv))
+    yield case(Row("deepseek3 groups", "pools", kv="shm"))
+    yield case(Row("deepseek2 whole queries", "pools", 2, kv="tcp"), is_slow=True)
     yield case(Row("tied", "seeded", kv="shm"))
     yield case(Row("tied", "cut", kv="shm"))
     yield case(Row("tied", "cut early", 2, kv="tcp"))

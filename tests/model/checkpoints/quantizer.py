@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 8
-LINEAR = re.compile(r".*(_proj|\.w[123])\.weight")
+LINEAR = re.compile(r".*(_proj|_with_mqa|\.w[123])\.weight")
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 F8 = torch.float8_e4m3fn
 

@@ -24,7 +24,15 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels import cpu, dispatch, filters, paged_attention, sparse_mlp, triton
+from model.kernels import (
+    cpu,
+    dispatch,
+    filters,
+    latent_attention,
+    paged_attention,
+    sparse_mlp,
+    triton,
+)
 from model.kernels.cpu import packed_linear
 from model.kernels.dispatch import silu_and_mul
 from model.kernels.paged_attention import FP8, quantize_kv
@@ -32,11 +40,13 @@ from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 from model.kv_cache import KVCacheSpec
 from model.layers import attention, moe
+from model.layers import latent_attention as latent_layer
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
 from model.weights import load_model
@@ -294,6 +304,98 @@ def check_e4m3(rng: random.Random) -> None:
     compare(out, v_cache.view(16, 1, 16).float() / 2, exactly=True)
 
 
+class Latents(Shape):
+    """A layer that caches latents, with the matrices that keys and values are made by."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng, dtypes=[torch.float32, torch.float16])
+        self.num_heads = rng.choice([1, 3, 4, 16, 34])
+        self.rank, self.rope_dim = rng.choice([8, 16, 33, 64]), rng.choice([2, 6, 16, 20])
+        self.nope_dim, self.v_dim = rng.randint(1, 24), rng.randint(1, 24)
+        self.num_kv_heads, self.head_dim = 1, self.rank + self.rope_dim
+        self.window, self.scale = None, (self.nope_dim + self.rope_dim) ** -0.5
+        kind = (1, self.head_dim, self.block_size, self.dtype, False)
+        self.pool = KVCacheSpec(2, *kind).allocate(1200 // self.block_size, CPU)
+        self.pool[:] = torch.nan
+        self.k_cache = self.v_cache = self.pool[:, 1, 0]
+        sizes = (self.num_heads, self.nope_dim + self.v_dim, self.rank)
+        self.matrices = self.randn(*sizes) / self.rank**0.5
+
+    def queries(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.randn(num_tokens, self.num_heads, self.nope_dim + self.rope_dim)
+        return both[..., : self.nope_dim], both[..., self.nope_dim :]
+
+    def outputs(self, num_tokens: int) -> torch.Tensor:
+        return torch.full((num_tokens, self.num_heads, self.v_dim), torch.nan, dtype=self.dtype)
+
+
+def check_latent_write(rng: random.Random) -> None:
+    shape = Latents(rng)
+    shape.pool[0] = 0
+    slots: list[int] = []
+    for length in lengths_of(rng, 1, 24):
+        start = rng.choice([0, shape.block_size * 2, rng.randint(0, length)])
+        blocks = [shape.free.pop() for _ in range(-(-(start + length) // shape.block_size))]
+        at = range(start, start + length)
+        slots += [
+            blocks[p // shape.block_size] * shape.block_size + p % shape.block_size for p in at
+        ]
+        slots += [rng.randint(0, shape.block_size - 1)] * rng.choice([0, 0, 2])
+    c = shape.randn(len(slots), 2 * shape.rank)[:, shape.rank :]
+    k_pe = shape.randn(len(slots), 3 * shape.rope_dim)[:, : shape.rope_dim]
+    wanted = shape.pool.clone()
+    triton_latent.write_latents(c, k_pe, shape.k_cache, torch.tensor(slots))
+    latent_attention.write_latents(c, k_pe, wanted[:, 1, 0], torch.tensor(slots))
+    compare(shape.pool, wanted, exactly=True)
+
+
+def check_latent_decode(rng: random.Random) -> None:
+    shape = Latents(rng)
+    triton_decode.MIN_SPLIT_TOKENS = rng.choice([16, 64, 256])
+    num_sms = rng.choice([1, 2, 100])
+    triton_decode.num_sms = lambda _: num_sms
+    lengths = [rng.choice([0, 1, n]) for n in lengths_of(rng, 1, 260)]
+    table = shape.block_table(lengths, [1] * len(lengths))
+    where = (shape.k_cache, shape.matrices, table, torch.tensor(lengths).int(), shape.scale)
+    queries, found, wanted = (
+        shape.queries(len(lengths)),
+        shape.outputs(len(lengths)),
+        shape.outputs(len(lengths)),
+    )
+    with NoWaiting():
+        triton_latent.latent_decode(*queries, *where, found)
+    shape.clear_behind(table, lengths)
+    latent_attention.latent_decode(*queries, *where, wanted)
+    compare(found, wanted)
+    assert found.isfinite().all()
+    assert not found[torch.tensor(lengths) == 0].any()
+
+
+def check_latent_prefill(rng: random.Random) -> None:
+    """Tokens of sequences, of padding between them, and behind them; decodes stand before."""
+    shape = Latents(rng)
+    latent_attention.CHUNK_TOKENS = rng.choice([16, 40, 1024])
+    latent_attention.CHUNK_QUERIES = rng.choice([5, 16, 256])
+    queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, 50)]
+    lengths = [n + rng.choice([0, 0, 1, rng.randint(0, 120)]) for n in queries]
+    padding = rng.randrange(len(lengths)) if rng.random() < 0.4 else None
+    if padding is not None:
+        lengths[padding] = 0
+    num_before, num_behind = rng.choice([0, 2]), rng.choice([0, 0, 1, 30])
+    table = shape.block_table(lengths, [min(*n) for n in zip(queries, lengths, strict=True)])
+    tokens = shape.queries(sum(queries) + num_behind)
+    bounds = (torch.tensor([0, *queries]).cumsum(0) + num_before).int()
+    where = (shape.k_cache, shape.matrices, table, bounds)
+    lens = torch.tensor(lengths).int()
+    found, wanted = shape.outputs(len(tokens[0])), shape.outputs(len(tokens[0]))
+    with NoWaiting():
+        triton_latent.latent_prefill(*tokens, *where, lens, shape.scale, found)
+    shape.clear_behind(table, lengths)
+    latent_attention.latent_prefill(*tokens, *where, lens, shape.scale, wanted)
+    compare(found[: sum(queries)], wanted[: sum(queries)])
+    assert found.isfinite().all() and not found[sum(queries) :].any()
+
+
 def check_norm(rng: random.Random) -> None:
     dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 16, 33, 100, 896, 1024])
     norm = RMSNorm(size, rng.choice([1e-6, 1e-5, 1e-2]), Placement(dtype, CPU))
@@ -426,7 +528,11 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False)
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def check_model(rng: random.Random) -> None:
+def check_latent_model(rng: random.Random) -> None:
+    check_model(rng, "LATENT_CHECKPOINT")
+
+
+def check_model(rng: random.Random, checkpoint: str = "CHECKPOINT") -> None:
     """A whole model computes the same through Triton as through torch, without waiting."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import Paged
@@ -434,7 +540,7 @@ def check_model(rng: random.Random) -> None:
     # Awkward on purpose: head dim 12, groups of 3, an odd vocabulary.
     # Weights stay plain, as on a GPU: an op on packed ones reads its handle.
     with patch.object(packed_linear, "_packs", return_value=False):
-        model, config = load_model(os.environ["CHECKPOINT"], dtype=torch.float32, device=CPU)
+        model, config = load_model(os.environ[checkpoint], dtype=torch.float32, device=CPU)
     counts = [
         {"a": rng.randint(2, 12), "b": rng.randint(2, 5), "c": 1},
         {"a": 1, "b": 1, "c": 1},
@@ -448,7 +554,7 @@ def check_model(rng: random.Random) -> None:
     for kernels in (cpu, triton):
         runner = Paged(model)
         with ExitStack() as stack:
-            for module in (attention, moe):
+            for module in (attention, moe, latent_layer):
                 stack.enter_context(patch.object(module, "kernels_for", lambda _, own=kernels: own))
             for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul"):
                 stack.enter_context(patch.object(dispatch, name, getattr(kernels, name)))
@@ -478,6 +584,9 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "prefill_padding": check_prefill_padding,
     "rope": check_rope,
     "rope_e4m3": partial(check_rope, has_fp8=True),
+    "latent_write": check_latent_write,
+    "latent_decode": check_latent_decode,
+    "latent_prefill": check_latent_prefill,
     "norm": check_norm,
     "silu": check_silu,
     "experts": check_experts,
@@ -486,6 +595,7 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "route_of_no_numbers": check_route_of_no_numbers,
     "sort": check_sort,
     "model": check_model,
+    "latent_model": check_latent_model,
 }
 
 

@@ -11,17 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from compile.custom_op import function_of
+from model.config import Latent
 from model.kernels import cpu, dispatch, paged_attention, triton
 from model.kernels.dispatch import silu_and_mul
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
+from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
-from model.layers import attention, moe
+from model.layers import attention, latent_attention, moe
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.decoder import RMSNorm
+from model.layers.latent_attention import LatentAttention
 from model.parallel import Placement
 
 H, HKV, D, BLOCK = 8, 2, 16, 4
@@ -29,6 +32,7 @@ KERNELS = {
     "split": triton_decode._split_kernel,
     "join": triton_decode._join_kernel,
     "norm": triton_elementwise._norm_kernel,
+    "latent": triton_latent._latent_kernel,
     "prefill": triton_prefill._prefill_kernel,
     "rope": triton_rope._rope_kernel,
     "silu": triton_elementwise._silu_kernel,
@@ -37,6 +41,7 @@ KERNELS = {
     "sum": triton_experts._sum_kernel,
     "route": triton_routing._route_kernel,
     "sort": triton_routing._sort_kernel,
+    "write": triton_latent._write_kernel,
 }
 
 
@@ -57,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose a GPU's kernels for every tensor."""
-    for module in (attention, moe):
+    for module in (attention, latent_attention, moe):
         monkeypatch.setattr(module, "kernels_for", lambda _: triton)
     monkeypatch.setattr(dispatch, "uses_ops", lambda _: True)
 
@@ -70,16 +75,20 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def attend(num_decodes: int, num_seqs: int, num_tokens: int) -> torch.Tensor:
-    """Run the attention op's body on tensors without values."""
+def metadata_of(num_decodes: int, num_seqs: int, num_tokens: int) -> AttentionMetadata:
     int32 = {"dtype": torch.int32}
-    metadata = AttentionMetadata(
+    return AttentionMetadata(
         num_decodes=num_decodes,
         cu_seqlens_q=empty(num_seqs + 1, **int32),
         seq_lens=empty(num_seqs, **int32),
         block_table=empty(num_seqs, 1024, **int32),
         slot_mapping=empty(num_tokens, dtype=torch.int64),
     )
+
+
+def attend(num_decodes: int, num_seqs: int, num_tokens: int) -> torch.Tensor:
+    """Run the attention op's body on tensors without values."""
+    metadata = metadata_of(num_decodes, num_seqs, num_tokens)
     cache = KVCacheTensor(empty(9, BLOCK, HKV, D), empty(9, BLOCK, HKV, D))
     layer = Attention(HKV, D, layer_name="layer")
     q, k, v = empty(num_tokens, H, D), empty(num_tokens, HKV, D), empty(num_tokens, HKV, D)
@@ -116,6 +125,32 @@ def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches: list[A
         ("split", (3, HKV, splits)),
         ("join", (3, H)),
         ("prefill", (40 // block_q + 2 + 1, HKV)),
+    ]
+
+
+@pytest.mark.feature("S04", "Y02")
+def test_latent_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches: list[Any]) -> None:
+    latent = Latent(
+        None, kv_rank=64, nope_dim=10, rope_dim=6, v_dim=14, is_interleaved=True, scale=1
+    )
+    with FakeTensorMode():
+        layer = LatentAttention(
+            34, latent, layer_name="layer", place=Placement(torch.bfloat16, torch.device("cpu"))
+        )
+        layer.weight = torch.nn.Parameter(empty(34 * 24, 64), requires_grad=False)
+        cache = empty(9, BLOCK, 1, 70)
+        caches = {"layer": KVCacheTensor(cache, cache)}
+        with forward_context(ForwardContext({"layer": layer}, metadata_of(3, 5, 40), caches)):
+            q_nope, q_pe = empty(40, 34, 16).split([10, 6], dim=-1)
+            rows = (empty(40, 64), empty(40, 6), empty(40, 34, 14))
+            latent_attention._mla_attention(q_nope, q_pe, *rows, "layer")
+    splits = triton_decode.num_splits(3, 17, 1024 * BLOCK, 100)
+    assert launches == [
+        ("write", (40,)),
+        # Heads in pairs: 17 are too many for a program.
+        ("latent", (3, 17, splits)),
+        ("join", (3, 34)),
+        ("latent", (37, 17, 1)),
     ]
 
 
@@ -161,7 +196,7 @@ def test_experts_on_a_gpu_launch_kernels_and_read_no_value(
     with FakeTensorMode(), ComputedBesides() as besides:
         x, logits = empty(num_tokens, 64), empty(num_tokens, 128)
         matrices = empty(128, 2 * 48, 64), empty(128, 64, 48)
-        out = moe._routed_experts(x, logits, *matrices, 8, True, "", "")
+        out = moe._routed_experts(x, logits, *matrices, 8, True, "", "", None, 1, 1, 1.0)
     assert besides.ops == [], "each is a launch of its own"
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
     tiles = triton_experts.product_tiles(num_tokens * 8, 128, x.dtype)

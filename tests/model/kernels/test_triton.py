@@ -29,6 +29,9 @@ NUM_SHAPES = {
     "prefill_padding": 3,
     "rope": 8,
     "rope_e4m3": 3,
+    "latent_write": 5,
+    "latent_decode": 5,
+    "latent_prefill": 3,
     "norm": 10,
     "silu": 10,
     "experts": 8,
@@ -37,6 +40,7 @@ NUM_SHAPES = {
     "route_of_no_numbers": 5,
     "sort": 8,
     "model": 1,
+    "latent_model": 1,
 }
 """By group of checks: how many random shapes, times the factor of `--fuzz`."""
 
@@ -48,7 +52,11 @@ def interpreted(
     """What one process printed that checked all groups."""
     shape = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
     path, _ = make_checkpoint(**shape)
-    env = {"PYTHONPATH": str(ROOT), "CHECKPOINT": str(path)}
+    latents = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+    experts = {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
+    others = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 18}
+    latent_path, _ = make_checkpoint(family="DeepseekV3", **latents, **experts, **others)
+    env = {"PYTHONPATH": str(ROOT), "CHECKPOINT": str(path), "LATENT_CHECKPOINT": str(latent_path)}
     env |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     factor = pytestconfig.getoption("--fuzz")
     groups = [f"{group}={factor * number}" for group, number in NUM_SHAPES.items()]
@@ -77,6 +85,7 @@ KERNELS = {
     "elementwise": ("norm", "silu"),
     "experts": ("down", "sum", "up"),
     "filters": ("filter", "search"),
+    "latent": ("latent", "write"),
     "prefill": ("prefill",),
     "rope": ("rope",),
     "routing": ("route", "sort"),
