@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -159,6 +159,96 @@ def test_a_token_that_is_not_a_number_reaches_no_other() -> None:
     assert found[2].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert_close(found[others], wanted[others])
+
+
+# --- experts in groups --------------------------------------------------------------------------
+
+
+def routed_one_by_one(
+    scores: list[float], biases: list[float] | None, top_k: int, num_groups: int, num_chosen: int
+) -> set[int]:
+    """Choose a token's experts as DeepSeek's reports say it."""
+    choice = scores if biases is None else [a + b for a, b in zip(scores, biases, strict=True)]
+    size = len(scores) // num_groups
+    groups = [choice[i * size : (i + 1) * size] for i in range(num_groups)]
+    counted = 1 if biases is None else 2
+    values = [sum(sorted(group, reverse=True)[:counted]) for group in groups]
+    best = sorted(range(num_groups), key=lambda i: -values[i])[:num_chosen]
+    left = [i for i in range(len(scores)) if i // size in best]
+    return set(sorted(left, key=lambda i: -choice[i])[:top_k])
+
+
+@pytest.mark.feature("S04")
+@settings(max_examples=60, deadline=None)
+@given(
+    num_groups=st.integers(1, 6),
+    size=st.integers(2, 7),
+    num_chosen=st.integers(1, 6),
+    top_k=st.integers(1, 9),
+    is_sigmoid=st.booleans(),
+    norm=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_experts_are_chosen_from_the_best_groups(
+    num_groups: int, size: int, num_chosen: int, top_k: int, is_sigmoid: bool, norm: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    num_chosen = min(num_chosen, num_groups)
+    top_k = min(top_k, num_chosen * size)
+    logits = 2 * torch.randn(5, num_groups * size)
+    # So wide that the bias decides where the scores would not.
+    bias = torch.randn(num_groups * size) if is_sigmoid else None
+    experts, weights = sparse_mlp.route(logits, top_k, norm, bias, num_groups, num_chosen, 2.5)
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    biases = None if bias is None else bias.tolist()
+    for row, found in zip(scores.tolist(), experts.tolist(), strict=True):
+        assert set(found) == routed_one_by_one(row, biases, top_k, num_groups, num_chosen)
+    wanted = scores.gather(1, experts)
+    total = wanted.sum(1, keepdim=True) if norm else 1.0
+    torch.testing.assert_close(weights, 2.5 * wanted / total)
+
+
+@pytest.mark.feature("S04")
+def test_sigmoids_that_are_all_zero_have_finite_weights() -> None:
+    logits, bias = torch.full((1, 6), -200.0), torch.arange(6.0)
+    experts, weights = sparse_mlp.route(logits, 2, True, bias, 3, 1, 1.0)
+    assert experts.tolist() == [[5, 4]] and weights.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.feature("S04", "P15")
+@pytest.mark.parametrize(("dp_size", "tp_size"), [(2, 1), (2, 2)])
+def test_float32_scores_of_bfloat16_tokens_reach_every_rank_of_a_grid(
+    dp_size: int, tp_size: int, run_grid: Callable[..., list[list[Any]]]
+) -> None:
+    """Rounded to bfloat16 these scores would be equal, and other experts chosen."""
+    torch.manual_seed(0)
+    experts = Experts(8, 2, 7, True, (True,), has_sigmoid_scores=True, num_groups=2)
+    experts = replace(experts, num_groups_per_tok=1, has_float32_router=True)
+    tensors = {"gate": torch.rand(8, 12) * 1e-3, "up": torch.randn(8, 14, 12)}
+    tensors |= {"down": torch.randn(8, 12, 7), "bias": torch.linspace(0, 1e-3, 8)}
+    tokens = [torch.randn(n, 12).bfloat16() for n in (5, 3)[:dp_size]]
+
+    def module(shard: Shard) -> SparseMLP:
+        mlp = SparseMLP(12, experts, NAMES, Placement(torch.bfloat16, CPU, shard))
+        own = shard.own_experts(8)
+        rows = slice(own.start, own.stop)
+        for layer, name, tensor in (
+            (mlp.gate, "weight", tensors["gate"]),
+            (mlp.gate, "e_score_correction_bias", tensors["bias"]),
+            (mlp.gate_up_proj, "weight", tensors["up"][rows]),
+            (mlp.down_proj, "weight", tensors["down"][rows]),
+        ):
+            layer.allocate(name).copy_(tensor)
+            layer.loaded(name)
+        return mlp
+
+    def work(shard: Shard) -> torch.Tensor:
+        return run(module(shard), tokens[shard.data.rank if shard.data else 0], (5, 3)[:dp_size])
+
+    wanted = [run(module(Shard()), x) for x in tokens]
+    for found, alone in zip(run_grid(dp_size, tp_size, work), wanted, strict=True):
+        for each in found:
+            torch.testing.assert_close(each, alone, atol=0.05, rtol=0.05)
 
 
 # --- grids of ranks -----------------------------------------------------------------------------

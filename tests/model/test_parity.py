@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.kernels import latent_attention
 from model.parallel import Shard
 from model.weights import load_model
 
@@ -103,10 +104,13 @@ SHAPES |= {
         mlp_bias=True,
         tie_word_embeddings=True,
     ),
-    "deepseek_v3": deepseek(3, 12, 3, n_group=3, topk_group=2, attention_bias=True),
+    "deepseek_v3": deepseek(
+        3, 12, 3, n_group=3, topk_group=2, attention_bias=True, rms_norm_eps=1e-3
+    ),
     "deepseek_v3 of one group": deepseek(
         3, 5, 4, n_group=1, topk_group=1, q_lora_rank=None, first_k_dense_replace=0
     ),
+    "deepseek_v3 that asks all": deepseek(3, 4, 4, n_group=2, topk_group=2),
     "deepseek_v3 not normalised": deepseek(
         3,
         16,
@@ -163,8 +167,27 @@ def test_mixed_batches_equal_transformers(
         assert_close(torch.cat(parts), expected(reference, ids[name]))
 
 
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize(("chunk", "queries"), [(4, 3), (13, 100), (8, 4)])
+def test_latents_of_a_long_context_are_attended_part_by_part(
+    chunk: int,
+    queries: int,
+    make_checkpoint: Any,
+    load: Any,
+    paged: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(latent_attention, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(latent_attention, "CHUNK_QUERIES", queries)
+    path, reference = make_checkpoint(**SHAPES["deepseek_v3"])
+    runner, ids = paged(load(path)[0]), prompt(60)
+    parts = [runner.step({"a": ids[:26]}), runner.step({"a": ids[26:27]})]
+    parts += [runner.step({"a": ids[27:52]}), runner.step({"a": ids[52:]})]
+    assert_close(torch.cat([part["a"] for part in parts]), expected(reference, ids))
+
+
 # Where not all experts are asked, a rounded score may choose another one, and nothing is close.
-@pytest.mark.parametrize("shape", ["tied", "mixtral that asks all"])
+@pytest.mark.parametrize("shape", ["tied", "mixtral that asks all", "deepseek_v3 that asks all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_follows_transformers(
     dtype: torch.dtype, shape: str, make_checkpoint: Any, paged: Any

@@ -123,6 +123,40 @@ def test_an_eager_engine_answers_as_transformers_with_kernels_in_use(
     assert calls["rms_norm"] == calls["silu_and_mul"] // layers * per_step
 
 
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize("graphs", ["NONE", "FULL_DECODE_ONLY"])
+def test_an_eager_engine_attends_to_latents_in_a_kernel(
+    tmp_path: Path, calls: Counter[str], graphs: str
+) -> None:
+    reference = checkpoint(
+        tmp_path,
+        "DeepseekV3",
+        num_key_value_heads=6,
+        q_lora_rank=24,
+        kv_lora_rank=40,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=6,
+        v_head_dim=10,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=3,
+        topk_group=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    )
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 640, (n,), generator=generator).tolist() for n in LENGTHS]
+    config = {"level": 0, "cudagraph_mode": graphs}
+    options = {"max_num_batched_tokens": 64, "compilation_config": config}
+    found = generated(tmp_path, prompts, calls, **options)
+    assert found == [greedy(reference, prompt) for prompt in prompts]
+    # Every layer of every step with a decode, which all but the first are.
+    layers = SHAPE["num_hidden_layers"]
+    assert calls["latent_decode"] % layers == 0
+    assert calls["latent_decode"] >= (NUM_TOKENS - 1) * layers
+    assert not set(calls) & ATTENTION
+
+
 def test_traced_pieces_hold_torch_functions(tmp_path: Path, calls: Counter[str]) -> None:
     """Inductor fuses them, and could not look into an op."""
     reference = checkpoint(tmp_path, "Llama")

@@ -66,9 +66,14 @@ def write_latents(*args: torch.Tensor) -> None:
 
 
 def latent_decode(*args: Any) -> None:
-    """Attend to latents as they are cached."""
-    attend = boundary(paged_attention.paged_decode)
-    latent_attention.latent_decode(*(*args, attend))
+    """Attend to latents as they are cached, reading each once for all heads."""
+    latent_attention.latent_decode(*(*args, _attend_to_latents))
+
+
+def _attend_to_latents(*args: Any) -> None:
+    q, cache, _, table, lengths, scale, out = args
+    if not native.run("latent_decode", q, cache, table, lengths, out, scalar=scale):
+        boundary(paged_attention.paged_decode)(*args)
 
 
 @boundary

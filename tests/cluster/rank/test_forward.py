@@ -148,6 +148,15 @@ def test_the_context_of_a_capture_that_fails_is_gone_too(
     assert not is_in_capture_window()
 
 
+@pytest.mark.feature("S04")
+def test_a_rank_caches_a_latent_and_a_rotated_key_of_each_token(make_oracle: Any) -> None:
+    oracle = make_oracle("deepseek3 groups")
+    runner, config = make_runner(oracle, "NONE"), oracle.model.config
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    assert runner.kv_spec.layout == f"float32:layers3:kv1:block4:heads1:dim{width}"
+    assert runner.kv_pool.nbytes == 101 * 3 * 4 * width * 4
+
+
 @pytest.mark.feature("L01", "L04")
 def test_ops_of_a_served_step_find_the_step_and_the_pool_that_was_allocated_once(
     oracle: Any, seen: list[ForwardContext]

@@ -397,6 +397,74 @@ def test_without_scales_an_fp8_cache_is_no_cache_of_the_models_dtype() -> None:
         case.attend()
 
 
+# --- attention to latents -------------------------------------------------------------------------
+
+
+class LatentCase(Case):
+    """Decodes of sequences whose tokens have one row each, the first part of which is their value;
+    `parts` are the sizes of both parts."""
+
+    def __init__(
+        self, lengths: list[int], heads: int, parts: tuple[int, int], **kwargs: Any
+    ) -> None:
+        super().__init__(lengths, group=heads, kv_heads=1, dim=sum(parts), **kwargs)
+        self.v = self.k[..., : parts[0]]
+
+    def attend(self, kernels: Any = cpu, window: int | None = None) -> torch.Tensor:
+        out = self.q.new_full((*self.q.shape[:2], self.v.shape[3]), torch.nan)
+        args = (self.q, self.k, self.v, self.table, self.lengths, self.q.shape[2] ** -0.5, out)
+        (cpu._attend_to_latents if kernels is cpu else kernels.paged_decode)(*args)
+        return out
+
+
+PARTS = [(1, 2), (16, 8), (20, 6), (33, 4), (64, 16), (130, 66), (512, 64)]
+
+
+@pytest.mark.feature("S04")
+@pytest.mark.usefixtures("no_reference")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 3, 4, 7, 16])
+def test_attention_to_latents_equals_its_reference(heads: int, dtype: torch.dtype) -> None:
+    for parts in PARTS:
+        for block_size in (1, 3, 16):
+            LatentCase([*LENGTHS, 0], heads, parts, block_size=block_size, dtype=dtype).check()
+
+
+@pytest.mark.feature("S04")
+def test_attention_to_latents_depends_on_neither_threads_nor_neighbours() -> None:
+    # Two threads share the heads of one sequence.
+    for heads in (5, 16):
+        case = LatentCase(LENGTHS, heads, (40, 8))
+        together = case.attend()
+        torch.set_num_threads(2)
+        assert torch.equal(case.attend(), together)
+        q, table, lengths = case.q, case.table, case.lengths
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for i in range(len(lengths)):
+                at = slice(i, i + 1)
+                case.q, case.table, case.lengths = q[at], table[at], lengths[at]
+                assert torch.equal(case.attend(), together[at])
+            case.q, case.table, case.lengths = q, table, lengths
+
+
+@pytest.mark.feature("S04")
+def test_latents_that_are_not_numbers_stay_with_their_sequence() -> None:
+    case = LatentCase([20, 37, 3], 4, (24, 8))
+    wanted = case.attend()
+    case.k[case.table[1, 2].long(), 1] = torch.nan
+    found = case.attend()
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2], wanted[::2])
+
+
+@pytest.mark.feature("S04")
+def test_latents_of_other_dtypes_go_to_the_reference() -> None:
+    case = LatentCase(LENGTHS, 3, (24, 8), dtype=torch.float16)
+    case.zero_unused()
+    case.check()
+
+
 # --- rotary positions and the write of KV ---------------------------------------------------------
 
 
@@ -594,6 +662,10 @@ def test_kernels_are_right_for_narrower_registers(
         for window in (None, 6):
             Case([0, 1, 3, 5, 16, 40], **shape).check(window)
             Case([5, 90, 140, 7], [5, 80, 2, 0], **shape).check(window)
+            Case([0, 1, 3, 5, 16, 40], group=3, dim=dim, dtype=dtype).check(window)
+            Case([5, 90, 140, 7], [5, 80, 2, 0], group=3, dim=dim, dtype=dtype).check(window)
+    for parts in PARTS:
+        LatentCase([0, 1, 3, 5, 16, 40], 6, parts, dtype=dtype).check()
     for width in (1, 3, 8, 16, 37, 152):
         for call in CALLS.values():
             check_rows(call, torch.randn(9, 2 * width).to(dtype), torch.randn(2 * width).to(dtype))
