@@ -41,6 +41,22 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 10,
 }
+LATENTS: dict[str, Any] = {
+    "family": "DeepseekV3",
+    "num_key_value_heads": 2,
+    "q_lora_rank": 11,
+    "kv_lora_rank": 9,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "first_k_dense_replace": 1,
+}
 NUM_CASES = 25
 """Of each kind of damage."""
 
@@ -362,6 +378,8 @@ SIZES = [
     "head_dim",
 ]
 EXPERT_SIZES = ["num_local_experts", "moe_intermediate_size"]
+LATENT_SIZES = [name for name in LATENTS if "dim" in name or "rank" in name]
+LATENT_SIZES += ["n_routed_experts", "n_shared_experts", "first_k_dense_replace"]
 
 
 def config_text(c: Checkpoint) -> None:
@@ -377,7 +395,8 @@ def config_size(c: Checkpoint) -> None:
     """Name a size that is not the weights'."""
     path = c.path / "config.json"
     config = json.loads(path.read_text())
-    name = c.rng.choice(EXPERT_SIZES if "num_local_experts" in config else SIZES)
+    choices = EXPERT_SIZES if "num_local_experts" in config else SIZES
+    name = c.rng.choice(LATENT_SIZES if "kv_lora_rank" in config else choices)
     sizes = [config[name] + 2, config[name] * 2, 1 << 20, 1 << 28, 10**18, -1, "4", 1.5]
     config[name] = c.rng.choice([*sizes, *([1] if config[name] > 1 else [])])
     path.write_text(json.dumps(config))
@@ -442,6 +461,7 @@ def good(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
     sharded, _ = make_checkpoint(max_shard_size="6KB", **SHAPE)
     single, _ = make_checkpoint(**SHAPE)
     good = {"single": single, "sharded": sharded, "by expert": by_expert, "fused": fused}
+    good["latents"], _ = make_checkpoint(**SHAPE | LATENTS)
     for kind in QUANTIZED:
         good[kind], _ = write(single, KINDS[kind], tmp_path_factory.mktemp("quantized"))
     return good
@@ -469,6 +489,7 @@ CASES += [(damage, ["sharded"]) for damage in OF_INDEX]
 CASES += [(damage, ["single"]) for damage in OF_CONFIG]
 CASES += [(damage, ["by expert", "fused"]) for damage in OF_EXPERTS]
 CASES += [(damage, list(QUANTIZED)) for damage in OF_QUANTIZED]
+CASES += [(config_size, ["latents"])]
 
 
 @pytest.mark.feature("S07")

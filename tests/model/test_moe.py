@@ -224,8 +224,8 @@ def test_float32_scores_of_bfloat16_tokens_reach_every_rank_of_a_grid(
     torch.manual_seed(0)
     experts = Experts(8, 2, 7, True, (True,), has_sigmoid_scores=True, num_groups=2)
     experts = replace(experts, num_groups_per_tok=1, has_float32_router=True)
-    tensors = {"gate": torch.rand(8, 12) * 1e-3, "up": torch.randn(8, 14, 12)}
-    tensors |= {"down": torch.randn(8, 12, 7), "bias": torch.linspace(0, 1e-3, 8)}
+    tensors = {"gate": 1 + 0.01 * torch.rand(8, 12), "up": torch.randn(8, 14, 12)}
+    tensors |= {"down": torch.randn(8, 12, 7), "bias": torch.linspace(0, 1e-6, 8)}
     tokens = [torch.randn(n, 12).bfloat16() for n in (5, 3)[:dp_size]]
 
     def module(shard: Shard) -> SparseMLP:

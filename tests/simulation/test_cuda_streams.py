@@ -138,7 +138,7 @@ MODE = "3-FULL_AND_PIECEWISE, 3 streams"
 
 
 @pytest.mark.feature("O08", "O10")
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe", "DeepseekV3"])
 def test_tokens_are_those_of_the_cpu_on_three_streams(family: str, oracle: Oracle) -> None:
     assert list(serve(Case(family, MODE), oracle, ORDERS)) == [[] for _ in ORDERS]
 

@@ -14,10 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
+from model.config import Latent
 from model.kernels import cpu, elementwise, paged_attention
 from model.kernels.cpu import native, packed_linear
 from model.kernels.paged_attention import FP8
 from model.layers.attention import Attention, AttentionMetadata
+from model.layers.latent_attention import LatentAttention
+from model.parallel import Placement
 
 ATTENTION_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 0.0}
 ROPE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 0.0}
@@ -30,6 +33,7 @@ CACHES = [
     pytest.param(False, id="own cache"),
     pytest.param(True, id="fp8 cache", marks=pytest.mark.feature("S09")),
 ]
+CPU = torch.device("cpu")
 RANDOM = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -456,6 +460,49 @@ def test_latents_that_are_not_numbers_stay_with_their_sequence() -> None:
     found = case.attend()
     assert found[1].isnan().all()
     assert torch.equal(found[::2], wanted[::2])
+
+
+@pytest.mark.feature("S04")
+@pytest.mark.parametrize("num_decodes", [1, 2])
+def test_a_layer_attends_to_latents_and_zeroes_padding(num_decodes: int) -> None:
+    """Keys and values that are made of latents, as the definition says, for decodes and chunks."""
+    kind = Latent(None, kv_rank=9, nope_dim=5, rope_dim=4, v_dim=7, is_interleaved=True, scale=0.3)
+    layer = LatentAttention(3, kind, layer_name="layer", place=Placement(torch.float32, CPU))
+    torch.nn.init.normal_(layer.allocate("weight"))
+    lengths, queries = [7, 8], [1, 1 if num_decodes == 2 else 4]
+    case = Case(lengths, queries, group=3, kv_heads=1, dim=13)
+    case.zero_unused()
+    at = [torch.arange(length - n, length) for length, n in zip(lengths, queries, strict=True)]
+    slots = [row[i // 4] * 4 + i % 4 for row, i in zip(case.table, at, strict=True)]
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes,
+        cu_seqlens_q=case.bounds,
+        seq_lens=case.lengths,
+        block_table=case.table,
+        slot_mapping=torch.cat((*slots, torch.zeros(3))).long(),
+    )
+    num_tokens = sum(queries)
+    q, new = torch.randn(num_tokens + 3, 3, 9), torch.randn(num_tokens + 3, 13)
+    q[num_tokens:] = new[num_tokens:] = torch.nan
+    caches = {"layer": KVCacheTensor(case.k, case.k)}
+    with (
+        torch.inference_mode(),
+        forward_context(ForwardContext({"layer": layer}, metadata, caches)),
+    ):
+        out = layer(q[..., :5], q[..., 5:], new[:, :9], new[:, 9:])
+    assert not out[num_tokens:].any()
+    assert not case.k[0].any()
+    bounds = case.bounds.tolist()
+    for i, (row, length) in enumerate(zip(case.table, lengths, strict=True)):
+        rows, tokens = slice(bounds[i], bounds[i + 1]), torch.arange(length)
+        held = case.k[row[tokens // 4].long(), tokens % 4, 0]
+        assert torch.equal(held[length - queries[i] :], new[rows])
+        made = torch.einsum("tr,hdr->thd", held[:, :9], layer.matrices)
+        k = torch.cat((made[..., :5], held[:, None, 9:].expand(-1, 3, -1)), -1)
+        scores = 0.3 * torch.einsum("qhd,khd->hqk", q[rows], k)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(length - queries[i] + 1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        close(out[rows], torch.einsum("hqk,khd->qhd", weights, made[..., 5:]))
 
 
 @pytest.mark.feature("S04")
