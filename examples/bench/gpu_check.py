@@ -59,6 +59,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "machine": (KERNELS, 180.0),
         "decode": (KERNELS, 180.0),
         "ragged": (KERNELS, 180.0),
+        "fp8": (KERNELS, 120.0),
         "prefill": (KERNELS, 180.0),
         "tiles": (KERNELS, 120.0),
         "pool": (KERNELS, 120.0),

@@ -50,7 +50,7 @@ def part_machine(at: Setting) -> Iterator[Row]:
 
 @dataclass
 class Cached:
-    """Sequences in a paged cache whose blocks lie in random order, in bfloat16.
+    """Sequences in a paged cache whose blocks lie in random order, in bfloat16 or FP8.
 
     Slots behind a sequence are zero for the torch functions' sake.
     """
@@ -62,6 +62,9 @@ class Cached:
     head_dim: int = 128
     num_layers: int = 1
     """Of the pool; the caches are the last one's."""
+    has_fp8: bool = False
+    scales: tuple[torch.Tensor, ...] = field(init=False, default=())
+    """What kernels take besides where the caches are FP8."""
     k_cache: torch.Tensor = field(init=False)
     v_cache: torch.Tensor = field(init=False)
     table: torch.Tensor = field(init=False)
@@ -75,13 +78,16 @@ class Cached:
         )
         pool = self.at.randn(num_blocks + 1, *spec.block_shape)
         pool[0] = 0
+        if self.has_fp8:
+            self.scales = (torch.tensor([0.02, 0.3], device=self.at.device),)
+            pool = paged_attention.quantize_kv(pool, self.scales[0].view(2, 1, 1, 1))
         self.k_cache, self.v_cache = pool[:, -1, 0], pool[:, -1, 1]
         order = torch.randperm(num_blocks, device=self.at.device) + 1
         self.table = order.view(len(self.lengths), columns).int()
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.at.device)
         for row, length in zip(self.table, self.lengths, strict=True):
             if length % BLOCK_SIZE:
-                pool[int(row[length // BLOCK_SIZE]), ..., length % BLOCK_SIZE :, :, :] = 0
+                pool[int(row[length // BLOCK_SIZE]), ..., length % BLOCK_SIZE :, :, :].zero_()
 
     @property
     def scale(self) -> float:
@@ -90,11 +96,12 @@ class Cached:
     @property
     def token_bytes(self) -> int:
         """Of one token's key and value."""
-        return 4 * self.num_kv_heads * self.head_dim
+        return 2 * self.k_cache.itemsize * self.num_kv_heads * self.head_dim
 
     def wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the caches in float32."""
-        return self.k_cache.float(), self.v_cache.float()
+        """Return what the caches hold in float32."""
+        k_scale, v_scale = self.scales[0].tolist() if self.scales else (1.0, 1.0)
+        return self.k_cache.float() * k_scale, self.v_cache.float() * v_scale
 
 
 DecodeCase = tuple[str, list[int], int | None, int]
@@ -116,11 +123,34 @@ def part_decode(at: Setting) -> Iterator[Row]:
     yield from decodes(at, cases)
 
 
-def decodes(at: Setting, cases: list[DecodeCase]) -> Iterator[Row]:
+def part_fp8(at: Setting) -> Iterator[Row]:
+    """Attention to an FP8 cache: of one byte a number, which is taken apart."""
+    half, many = at.pick(4096, 300), at.pick(64, 4)
+    yield from decodes(
+        at,
+        [
+            ("FP8, one long", [at.pick(32768, 600)], None, 1),
+            ("FP8", [half - 7 * i for i in range(many)], None, 1),
+            ("FP8, window", [half] * many, half // 4, 1),
+        ],
+        has_fp8=True,
+    )
+    n = at.pick(4096, 96)
+    yield from prefills(
+        at,
+        [
+            ("FP8", [2 * n], [2 * n], None, 1),
+            ("FP8, chunks", [4 * n, n], [n // 2, n // 8], None, 1),
+        ],
+        has_fp8=True,
+    )
+
+
+def decodes(at: Setting, cases: list[DecodeCase], *, has_fp8: bool = False) -> Iterator[Row]:
     """Yield a row for each case."""
 
     def decode(name: str, lengths: list[int], window: int | None, num_layers: int) -> Row:
-        cache = Cached(at, lengths, num_layers=num_layers)
+        cache = Cached(at, lengths, num_layers=num_layers, has_fp8=has_fp8)
         q = at.randn(len(lengths), cache.num_heads, cache.head_dim)
         found, wanted = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
         where = (cache.table, cache.seq_lens, cache.scale)
@@ -128,7 +158,7 @@ def decodes(at: Setting, cases: list[DecodeCase]) -> Iterator[Row]:
         caches = (cache.k_cache, cache.v_cache)
 
         def call() -> None:
-            kernels_for(q).paged_decode(q, *caches, *where, found, window)
+            kernels_for(q).paged_decode(q, *caches, *where, found, window, *cache.scales)
 
         call()
         tokens = sum(min(n, window or n) for n in lengths)
@@ -214,20 +244,23 @@ def prefills(
     cases: list[PrefillCase],
     other_tiles: dict[str, int] | None = None,
     head_dim: int = 128,
+    *,
+    has_fp8: bool = False,
 ) -> Iterator[Row]:
     """Yield a row for each case, on a GPU with tiles that differ from the kernel's own if asked."""
 
     def prefill(
         name: str, lengths: list[int], queries: list[int], window: int | None, num_layers: int
     ) -> Row:
-        cache = Cached(at, lengths, head_dim=head_dim, num_layers=num_layers)
+        shape = {"head_dim": head_dim, "num_layers": num_layers}
+        cache = Cached(at, lengths, **shape, has_fp8=has_fp8)
         num_tokens = sum(queries)
         bounds = torch.tensor([0, *queries], device=at.device).cumsum(0).int()
         q = at.randn(num_tokens, cache.num_heads, cache.head_dim)
         found, wanted = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
         where = (cache.table, bounds, cache.seq_lens, cache.scale)
         paged_attention.paged_prefill(q.float(), *cache.wide(), *where, wanted, window)
-        args = (cache.k_cache, cache.v_cache, *where, found, window)
+        args = (cache.k_cache, cache.v_cache, *where, found, window, *cache.scales)
 
         def call() -> None:
             if other_tiles is None:

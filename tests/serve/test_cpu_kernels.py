@@ -44,12 +44,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     find = native.native_function
 
-    def counted(name: str, dtype: torch.dtype) -> Callable[..., bool]:
-        kernel = find(name, dtype)
+    def counted(name: str, dtype: torch.dtype, suffix: str = "") -> Callable[..., bool]:
+        kernel = find(name, dtype, suffix)
 
         def call(*args: Any) -> bool:
             is_served: bool = kernel(*args)
-            counts[name] += is_served
+            counts[name + suffix] += is_served
             return is_served
 
         return call
@@ -155,6 +155,14 @@ def test_an_eager_engine_attends_to_latents_in_a_kernel(
     assert calls["latent_decode"] % layers == 0
     assert calls["latent_decode"] >= (NUM_TOKENS - 1) * layers
     assert not set(calls) & ATTENTION
+
+
+@pytest.mark.feature("S09")
+def test_a_cache_of_fp8_has_kernels_of_its_own(tmp_path: Path, calls: Counter[str]) -> None:
+    checkpoint(tmp_path, "Llama")
+    options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 0}}
+    generated(tmp_path, [list(range(3, 60))], calls, **options)
+    assert set(calls) == ELEMENTWISE | {f"{name}_fp8" for name in ATTENTION}
 
 
 def test_traced_pieces_hold_torch_functions(tmp_path: Path, calls: Counter[str]) -> None:
