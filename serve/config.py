@@ -280,6 +280,10 @@ def _resolved(
     # A prefill engine's sequences end with their first token.
     told = args.speculative_config if name != Role.PREFILL.value else None
     speculation = None if told is None else told.resolved
+    has_fp8_kv = args.kv_cache_dtype != "auto" or model.has_fp8_kv
+    if has_fp8_kv and model.latent is not None:
+        wanted = "auto, and a checkpoint without kv_cache_scheme, for a model that caches latents"
+        raise FieldError("kv_cache_dtype", wanted, args.kv_cache_dtype)
     engine = EngineConfig(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
@@ -296,7 +300,7 @@ def _resolved(
             gpu_memory_utilization=args.gpu_memory_utilization
             or CacheConfig.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
-            dtype="fp8" if args.kv_cache_dtype != "auto" or model.has_fp8_kv else "auto",
+            dtype="fp8" if has_fp8_kv else "auto",
         ),
         scheduler=scheduler,
         compilation=CompilationConfig(**args.compilation),

@@ -310,6 +310,13 @@ def test_kv_is_fp8_where_it_is_asked_for_or_the_checkpoint_is_made_for_it(
         config = deploy_config(raw)
         assert {pool.engine.kv_dtype for pool in config.pools} == {wanted}
         assert ("cache_dtype", wanted) in config.api.cache_info
+    latent = {"architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 8}
+    latent |= {"num_experts_per_tok": 1}
+    (path.parent / "config.json").write_text(
+        json.dumps(json.loads(path.read_text()) | latent | {"quantization_config": None})
+    )
+    with pytest.raises(FieldError, match=r"^kv_cache_dtype: wanted auto, .* found 'fp8'$"):
+        deploy_config(scheduled | {"kv_cache_dtype": "fp8"})
     same = ({**plain, "kv_cache_dtype": kind} for kind in ("fp8", "fp8_e4m3"))
     assert len({hashes_of(raw) for raw in same}) == 1
 
