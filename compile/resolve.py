@@ -45,7 +45,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     query_len: int = 1
-    """What each sequence computes in a decode step: 1, or 1 and its draft tokens."""
+    """What a sequence computes in a decode step, at most: 1, or 1 and its draft tokens."""
 
     @property
     def max_decode_seqs(self) -> int:
@@ -186,7 +186,8 @@ def _compile_sizes(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
     sizes: list[int] = []
     for size in config.compile_sizes or ():
         is_name = isinstance(size, str)
-        sizes += [bs * facts.limits.query_len for bs in captured] if is_name else [int(size)]
+        lengths = {1, facts.limits.query_len}  # without draft tokens, and with them
+        sizes += [bs * n for bs in captured for n in lengths] if is_name else [int(size)]
     kept, dropped = within(ascending(sizes), most)
     _warn_dropped("compile_sizes", dropped, f"{most} tokens")
     return kept

@@ -318,7 +318,7 @@ def test_the_name_of_capture_sizes_stands_for_their_tokens(
         compile_sizes=(5, "cudagraph_capture_sizes", 4, 33, 5),
     )
     assert resolve(config, LIMITS).compile_sizes == (2, 4, 5, 8, 33)
-    assert resolve(config, StepLimits(8, 32, query_len=3)).compile_sizes == (4, 5, 6, 24)
+    assert resolve(config, StepLimits(8, 32, query_len=3)).compile_sizes == (2, 4, 5, 6, 8, 24)
     assert resolve(CompilationConfig(level=3), LIMITS).compile_sizes == ()
     assert warnings_of(caplog) == [
         "compilation.compile_sizes: dropped 33: a step has at most 32 tokens"
