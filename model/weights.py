@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from compile.errors import FieldError, Words
 from model.config import ModelConfig
 from model.files import check_file, read_json, refused
-from model.layers.attention import KV_SCALE
+from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
@@ -106,12 +106,13 @@ def load_kv_scales(
     layers = {name.removesuffix(".attn"): each for name, each in model.attention_layers().items()}
     names: dict[tuple[str, str], str] = {}
     for name in files:
-        if (found := KV_SCALE.fullmatch(name)) is None or found[2] == "q":
+        found = scale_of(name)
+        if found is None or found[1] == "q":
             continue
-        if found[1] not in layers or (found[1], found[2]) in names:
+        if found[0] not in layers or found in names:
             wanted = "one scale for the keys of a layer and one for its values"
             raise refused(f"tensor {name}", wanted, Words("another"), files[name])
-        names[found[1], found[2]] = name
+        names[found] = name
     if not is_used:
         if names:
             log.info("scales of FP8 KV are passed over: kv_cache_dtype is auto")

@@ -19,9 +19,17 @@ from compile.context import get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.kernels.dispatch import kernels_for
 
-KV_SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|[qkv]_proj\.|qkv_proj\.)?([qkv])_scale")
-"""Names of the scales in a checkpoint, in all spellings that vLLM takes: a layer's attention, and
-what the scale is of."""
+_SCALE = re.compile(
+    r"(.+\.self_attn)\.(?:(?:attn\.|[qkv]_proj\.|qkv_proj\.)?([qkv])_scale"
+    r"|([kv])_proj\.output_scale)"
+)
+
+
+def scale_of(tensor_name: str) -> tuple[str, str] | None:
+    """Return which attention and what of it, q, k or v, a tensor of a checkpoint scales, in all
+    spellings that vLLM takes; None for other tensors."""
+    found = _SCALE.fullmatch(tensor_name)
+    return None if found is None else (found[1], found[2] or found[3])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from model.config import ModelConfig
 from model.families import FAMILIES
 from model.kernels import dispatch
 from model.kernels.elementwise import rotate_pairs
-from model.layers.attention import KV_SCALE, Attention
+from model.layers.attention import Attention, scale_of
 from model.layers.latent_attention import LatentAttention
 from model.layers.linear import (
     MergedColumnParallelLinear,
@@ -257,7 +257,7 @@ class CausalLM(nn.Module):
         if tensor_name == "lm_head.weight":
             return self.config.tie_word_embeddings
         # Read apart from weights, where the KV cache is FP8.
-        if self.is_extra(tensor_name) or KV_SCALE.fullmatch(tensor_name):
+        if self.is_extra(tensor_name) or scale_of(tensor_name) is not None:
             return True
         # Older conversions stored the rotary frequencies, which follow from the configuration.
         return tensor_name.endswith(".rotary_emb.inv_freq")

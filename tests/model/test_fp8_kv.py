@@ -30,6 +30,7 @@ SPELLINGS = {
     "vLLM's": ("self_attn.k_scale", "self_attn.v_scale"),
     "of projections": ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
     "of attention": ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+    "of projections' outputs": ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
     "of the fused projection": ("self_attn.qkv_proj.k_scale", "self_attn.qkv_proj.v_scale"),
 }
 

@@ -233,15 +233,15 @@ def fp8_kv() -> Iterator[Any]:
     yield fp8(Row("six heads", "run down", mode=FULL))
     for mode in (NONE, BOTH):
         yield fp8(Row("six heads", "run down", level=3, mode=mode))
-    yield fp8(Row("one kv head", "everything", 2))
+    yield fp8(Row("one kv head", "everything", 2), is_slow=True)
     yield fp8(Row("one kv head", "everything", 2, mode=BOTH, overlap=True))
     yield fp8(Row("six heads", "pools", kv="shm"))
     yield fp8(Row("mistral window 7", "pools", kv="tcp", overlap=True))
-    yield fp8(Row("tied", "few", 2, kv="shm", loses=1))
+    yield fp8(Row("tied", "few", 2, kv="shm", loses=1), is_slow=True)
 
 
-def fp8(row: Row) -> Any:
-    return case(replace(row, has_fp8_kv=True), "S09")
+def fp8(row: Row, *, is_slow: bool = False) -> Any:
+    return case(replace(row, has_fp8_kv=True), "S09", is_slow)
 
 
 ROWS = [
