@@ -118,13 +118,13 @@ struct Scratch {
   std::vector<f32v> weights;  // by lane: a row's sum is taken once
   std::vector<float> attended, tops;
 
-  Scratch(int64_t rows, int64_t dim)
+  Scratch(int64_t rows, int64_t dim, bool has_numbers)
       : words((dim + PER_WORD - 1) / PER_WORD),
         columns((dim + LANES - 1) / LANES * LANES),
         queries(rows * words),
         keys(words * KEYS),
         values(KEYS / PER_WORD * columns),
-        numbers(2 * KEYS * columns),
+        numbers(has_numbers ? 2 * KEYS * columns : 0),
         weights(rows),
         attended(rows * columns),
         tops(rows) {}
@@ -243,7 +243,7 @@ void pack_block(const Prefill<T, C>& call, const int32_t* table, int64_t first, 
                                    token % call.block_size * call.slot_stride +
                                    kv_head * call.head_stride
                              : 0;
-    T* numbers = &with.numbers[2 * t * with.columns];
+    T* numbers = with.numbers.data() + 2 * t * with.columns;
     keys[t] = t < n ? values_of(call.k + at, call.dim, numbers) : zeros;
     values[t] = t < n ? values_of(call.v + at, call.dim, numbers + with.columns) : zeros;
   }
@@ -309,7 +309,8 @@ void prefill(const Prefill<T, C>& call, int64_t seqs, int64_t tokens, int64_t th
   }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    Scratch<T> with((stretch * call.group + ROWS - 1) / ROWS * ROWS, call.dim);
+    Scratch<T> with((stretch * call.group + ROWS - 1) / ROWS * ROWS, call.dim,
+                    !std::is_same_v<T, C>);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < items[seqs]; i++) {
       // From the last: a sequence's later tokens see most.
