@@ -69,6 +69,8 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Tokens of one step: decodes and prefill chunks together."""
+    max_step_s: float | None = None
+    """What a step of decodes and prefill chunks together should take; None: what it takes."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

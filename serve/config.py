@@ -276,7 +276,11 @@ def _resolved(
     device = _device(args.device)
     num_seqs = args.max_num_seqs or SchedulerConfig.max_num_seqs
     default_tokens = max(BATCHED_TOKENS_BY_DEVICE[device], num_seqs)
-    scheduler = SchedulerConfig(num_seqs, args.max_num_batched_tokens or default_tokens)
+    scheduler = SchedulerConfig(
+        num_seqs,
+        args.max_num_batched_tokens or default_tokens,
+        None if args.max_step_ms is None else args.max_step_ms / 1e3,
+    )
     # A prefill engine's sequences end with their first token.
     told = args.speculative_config if name != Role.PREFILL.value else None
     speculation = None if told is None else told.resolved

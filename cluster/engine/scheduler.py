@@ -67,6 +67,8 @@ FINISHED = SequenceStatus.FINISHED
 
 MAX_UNFINISHED_TIMES = 1024
 """Requests that may wait for each that may run: the bound on another sender than an ingress."""
+MIN_PROMPT_TOKENS = 16
+"""Of a step that should take no longer than it may: prompts go on, however slow it is."""
 MAX_EARLY_ABORTS = 4096
 """Ids that were aborted here before they came; most never come, having just ended."""
 
@@ -92,9 +94,11 @@ class Scheduler:
         grammars: GrammarMasks | None = None,
         clock: Callable[[], float] | None = None,
         drafter: Drafter | None = None,
+        tokens_within: Callable[[float, int], int] | None = None,
     ) -> None:
         """`grammars` None refuses requests with a grammar; `clock` tells how long they wait.
-        Without a `drafter` each step draws one token of a sequence."""
+        Without a `drafter` each step draws one token of a sequence. `tokens_within`: see
+        `StepStats`; None: nobody measures steps."""
         self._is_prefill = limits.role is Role.PREFILL
         self.blocks = limits.blocks
         self._config = config
@@ -104,6 +108,7 @@ class Scheduler:
         self._limits = limits
         self._grammars = grammars
         self._drafter = drafter
+        self._tokens_within = tokens_within
         self._step = 0
         self._num_arrivals = 0
         self._unfinished: dict[str, Sequence] = {}
@@ -211,7 +216,7 @@ class Scheduler:
         """Choose the next step's batch and give it blocks; the plan may be empty."""
         self._step += 1
         self._take_what_ended()
-        batch = Batch(self._config.max_num_batched_tokens)
+        batch = Batch(self._budget())
         if self._schedule_running(batch) and self._waiting:
             self._schedule_waiting(batch)
         plan = batch.launch(self._epoch, self._step)
@@ -409,6 +414,18 @@ class Scheduler:
                 self._emit(seq, FinishReason.KV_LOST, result.error)
 
     # --- choosing the batch -----------------------------------------------------------------
+
+    def _budget(self) -> int:
+        """Return how many tokens the step may have: where prompts would hold up sequences that
+        decode, as many as take the time that it should."""
+        most, seconds = self._config.max_num_batched_tokens, self._config.max_step_s
+        if seconds is None or self._tokens_within is None:
+            return most
+        num_decoding = sum(_num_uncomputed(seq) == 1 for seq in self.running)
+        has_prompts = bool(self._waiting) or num_decoding < len(self.running)
+        if not num_decoding or not has_prompts:
+            return most
+        return min(most, max(self._tokens_within(seconds, most), num_decoding + MIN_PROMPT_TOKENS))
 
     def _schedule_running(self, batch: Batch) -> bool:
         """Give each running sequence its next tokens; return whether none lacked a block."""

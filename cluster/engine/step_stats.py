@@ -114,6 +114,19 @@ class StepStats:
     def learn(self, num_tokens: int, seconds: float) -> None:
         learn_seconds(self._token_s, num_tokens, seconds)
 
+    def tokens_within(self, seconds: float, most: int) -> int:
+        """Return the most tokens, up to `most`, of a step that is expected to take so long; at
+        least one."""
+        for size in range(most.bit_length(), 1, -1):
+            least = 1 << (size - 1)
+            token_s = self._expect(least) / least
+            num_tokens = min((1 << size) - 1, most)
+            if token_s * num_tokens > seconds:
+                num_tokens = int(seconds / token_s)
+            if num_tokens >= least:
+                return num_tokens
+        return 1
+
     def token_s(self) -> dict[int, float]:
         """Return how long a token took, by the number of binary digits of its step's tokens; sizes
         that never ran are missing."""

@@ -319,6 +319,7 @@ def assemble_engine(
         grammars=runner.grammars,
         clock=time.monotonic,
         drafter=None if config.speculation is None else NgramDrafter(config.speculation),
+        tokens_within=runner.step_stats.tokens_within,
     )
     loop = OverlappedEngine if config.overlap else Engine
     return loop(scheduler, lockstep or AloneLockstep(runner.switch), channel, runner)

@@ -247,6 +247,7 @@ def test_groups_have_equal_sizes_and_step_together_unless_told_otherwise() -> No
 SETTINGS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
+    "max_step_ms": 50,
     "num_kv_blocks": 200,
     "gpu_memory_utilization": 0.5,
     "kv_memory": "64MiB",
@@ -268,7 +269,7 @@ def test_a_pool_has_every_setting_of_its_own_and_others_of_the_application() -> 
     assert prefill == deploy_config(shared).pools[0]
     assert decode == deploy_config({**shared, **SETTINGS}).pools[1]
     engine, placement = decode.engine, decode.placement
-    assert engine.scheduler == SchedulerConfig(8, 128)
+    assert engine.scheduler == SchedulerConfig(8, 128, 0.05)
     assert engine.cache == CacheConfig(16, 200, 64 << 20, 0.5)
     assert (engine.threads, decode.replica_places) == (3, 8)
     assert (engine.compilation.level, engine.compilation.use_cudagraph) == (2, False)

@@ -96,6 +96,8 @@ class FakeEngine:
         reader: FakeReader | None = None,
         grammars: Any = None,
         drafter: Any = None,
+        max_step_s: float | None = None,
+        tokens_within: Callable[[float, int], int] | None = None,
     ) -> None:
         self.shape = shape
         self.is_overlapped = is_overlapped
@@ -106,7 +108,7 @@ class FakeEngine:
         )
         self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
         self.scheduler = Scheduler(
-            SchedulerConfig(shape.max_num_seqs, shape.budget),
+            SchedulerConfig(shape.max_num_seqs, shape.budget, max_step_s),
             RequestLimits(self.blocks, MAX_MODEL_LEN, role),
             epoch=1,
             handover=KVHandover(self.blocks, metadata, holder=holder, reader=reader)
@@ -114,6 +116,7 @@ class FakeEngine:
             else None,
             grammars=grammars,
             drafter=drafter,
+            tokens_within=tokens_within,
         )
         self.num_steps = 0
         self.prompt_tokens_computed = 0

@@ -8,8 +8,9 @@ import pytest
 import sim_engine as sim
 
 from cluster.engine import scheduler as scheduler_module
-from cluster.engine.scheduler import MAX_EARLY_ABORTS
+from cluster.engine.scheduler import MAX_EARLY_ABORTS, MIN_PROMPT_TOKENS
 from cluster.engine.sequence import Sequence
+from cluster.engine.step_stats import StepStats
 from cluster.wire.messages import SampledTokens, TokenLogprobs
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
@@ -29,6 +30,31 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert [plan.num_new for plan in engine.plans] == [[2], [1, 7], [1, 7], [1, 6]]
     assert [plan.output_index for plan in engine.plans] == [[0], [1, -1], [2, -1], [3, 0]]
     assert [plan.num_decodes for plan in engine.plans] == [0, 1, 1, 1]
+
+
+def test_prompts_are_computed_in_chunks_that_take_no_longer_than_a_step_should() -> None:
+    """Where they hold others up, and as long as they go on at all."""
+    stats = StepStats(lambda: 0.0)
+    stats.learn(1, 0.002)
+    stats.learn(20, 0.02)  # 1 ms a token
+    engine = sim.FakeEngine(
+        sim.Shape(num_blocks=40, budget=40),
+        max_step_s=0.025,
+        tokens_within=stats.tokens_within,
+    )
+    engine.submit(sim.make_request("first", [1] * 36, max_tokens=4))
+    engine.step()
+    assert engine.plans[-1].num_new == [36], "nobody waits for it"
+    engine.submit(sim.make_request("second", [2] * 30, max_tokens=2))
+    engine.step()
+    assert engine.plans[-1].num_new == [1, 24]
+    stats.learn(30, 300.0)
+    engine.step()
+    assert engine.plans[-1].num_new == [1, 6], "what is left is less than the least chunk"
+    engine.submit(sim.make_request("third", [3] * 30, max_tokens=2))
+    engine.step()
+    assert engine.plans[-1].num_new == [1, 1, MIN_PROMPT_TOKENS]
+    engine.run()
 
 
 @pytest.mark.feature("T03")

@@ -275,3 +275,27 @@ def test_a_step_that_was_held_up_says_nothing_of_larger_ones() -> None:
     took(phases, clock, 1, 30.0)
     took(phases, clock, 40, 80.0)
     assert took(phases, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)
+
+
+@given(
+    st.dictionaries(st.integers(1, 600), st.floats(1e-6, 1.0), max_size=6),
+    st.floats(1e-6, 10.0),
+    st.integers(1, 600),
+)
+def test_a_step_is_given_the_tokens_that_it_has_time_for(
+    learned: dict[int, float], seconds: float, most: int
+) -> None:
+    stats = StepStats(lambda: 0.0)
+    for num_tokens, each_s in learned.items():
+        stats.learn(num_tokens, num_tokens * each_s)
+    found = stats.tokens_within(seconds, most)
+
+    def takes(num_tokens: int) -> float:
+        stats.build(1, num_tokens)
+        return stats.heartbeat().expected_s
+
+    assert 1 <= found <= most
+    assert found == 1 or takes(found) <= seconds * (1 + 1e-9)
+    # No more tokens of the same number of digits would do, nor a larger step at all.
+    if found < most:
+        assert all(takes(n) > seconds * (1 - 1e-9) for n in (found + 1, most))
