@@ -58,10 +58,8 @@ class LatentAttention(WeightedLayer):
         return output
 
     def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
-        tensor, shape = (
-            f"{name.rpartition('.')[0]}.kv_b_proj.weight",
-            (self._rows, *self.weight.shape[1:]),
-        )
+        tensor = f"{name.rpartition('.')[0]}.kv_b_proj.weight"
+        shape = (self._rows, self.weight.shape[1])
         start, stop = self._first, self._first + self.weight.shape[0]
         yield WeightSlice(tensor, shape, self, "weight", slice(None), 0, start, stop)
 

@@ -40,7 +40,6 @@ NUM_SHAPES = {
     "route_of_no_numbers": 5,
     "sort": 8,
     "model": 1,
-    "latent_model": 1,
 }
 """By group of checks: how many random shapes, times the factor of `--fuzz`."""
 
@@ -56,7 +55,8 @@ def interpreted(
     experts = {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
     others = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 18}
     latent_path, _ = make_checkpoint(family="DeepseekV3", **latents, **experts, **others)
-    env = {"PYTHONPATH": str(ROOT), "CHECKPOINT": str(path), "LATENT_CHECKPOINT": str(latent_path)}
+    paths = os.pathsep.join((str(path), str(latent_path)))
+    env = {"PYTHONPATH": str(ROOT), "CHECKPOINTS": paths}
     env |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     factor = pytestconfig.getoption("--fuzz")
     groups = [f"{group}={factor * number}" for group, number in NUM_SHAPES.items()]
