@@ -26,6 +26,9 @@ class Node:
     """An actor on a node of its own, in that its disk is."""
 
     def __init__(self, shared: str) -> None:
+        self.join(shared)
+
+    def join(self, shared: str) -> None:
         from cluster.actors.artifact_board import RayExchange
 
         self._exchange = RayExchange(shared)
@@ -100,11 +103,11 @@ def test_nodes_fetch_what_one_of_them_compiles(
     assert sum(rank["compilations"] for rank in told) == num_compilations
     assert sum(rank["loaded"] for rank in told) == 2 * NUM_PIECES - num_compilations
     # Each has all artifacts on its own disk: its next start asks nobody.
-    nodes = [make_node(tmp_path / "another") for _ in disks]
+    ray.get([node.join.remote(str(tmp_path / "another")) for node in nodes])
     again = ray.get([node.start.remote(disk) for node, disk in zip(nodes, disks, strict=True)])
-    for rank in again:
-        assert (rank["compilations"], rank["cpp_builds"]) == (0, 0)
-        assert rank["loaded"] == NUM_PIECES
+    for before, after in zip(told, again, strict=True):
+        for name, number in (("compilations", 0), ("cpp_builds", 0), ("loaded", NUM_PIECES)):
+            assert after[name] - before[name] == number
 
 
 @pytest.mark.feature("P12")
@@ -124,11 +127,11 @@ def test_a_claim_outlives_who_compiles_and_what_was_published_all_of_them(
     # Of those who wait for one that dies, one compiles, and the other goes on waiting.
     assert ray.get(second.claim.remote("c")) is None
     waiting = {node.claim.remote("c"): node for node in (first, third)}
-    assert not ray.wait([*waiting], timeout=3)[0]
+    assert not ray.wait([*waiting], timeout=1)[0]
     ray.kill(second)
     [told], [other] = ray.wait([*waiting], timeout=60)
     assert ray.get(told) is None
-    assert not ray.wait([other], timeout=3)[0]
+    assert not ray.wait([other], timeout=1)[0]
     ray.get(waiting[told].publish.remote("c", b"more code"))
     assert ray.get(other) == b"more code"
     ray.kill(first)

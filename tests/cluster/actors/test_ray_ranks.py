@@ -226,7 +226,6 @@ def _steps(rank: dict[str, Any]) -> tuple[Any, ...]:
     ("shape", "compiler"),
     [
         ("one kv head", "eager"),
-        pytest.param("one kv head", "inductor", marks=pytest.mark.slow),
         pytest.param("mixtral tied eight experts", "inductor", marks=pytest.mark.slow),
     ],
 )
