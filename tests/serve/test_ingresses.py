@@ -190,7 +190,7 @@ def test_two_ingresses_answer_as_one_and_each_outlives_the_other(
         # The first one owns the status board.
         for place in (0, 1):
             one_is_killed(app, threads, place, answers, tmp_path / f"slow{place}")
-            watch.wait_for_scrapes(20)
+            watch.wait_for_scrapes(8)
         more_than_there_is_room_for(app, threads, answers, tmp_path / "slow")
     assert not watch.fallen
     assert watch.most_in_all <= MAX_NUM_SEQS + MAX_QUEUED

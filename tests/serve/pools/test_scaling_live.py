@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 OPTIONS = ["pools=mixed", "O=0", "max_num_seqs=4", "mixed.max_replicas=2"]
 # A queue and rows decide: the targets are far from any step that a busy machine may take.
-OPTIONS += ["ttft_target_s=60", "tpot_target_s=60", "drain_timeout_s=300", "scale_down_after_s=30"]
+OPTIONS += ["ttft_target_s=60", "tpot_target_s=60", "drain_timeout_s=300", "scale_down_after_s=10"]
 BODY = {"prompt": "Count from 3 to 9.", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
 
