@@ -208,11 +208,10 @@ def test_the_first_pieces_of_a_process_are_kept(
 ) -> None:
     """What torch sets up once a process may be missing for the first piece, and for no other."""
     model = str(make_oracle("six heads").path)
-    for wanted in ("3 3", "0 0"):
-        command = [sys.executable, "-c", IN_A_FRESH_PROCESS, model, str(tmp_path / "cache")]
-        child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-        assert child.returncode == 0, child.stderr
-        assert child.stdout.split("\n")[-2] == wanted, child.stderr
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, model, str(tmp_path / "cache")]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split("\n")[-2] == "3 3", child.stderr
 
 
 @pytest.mark.parametrize(
