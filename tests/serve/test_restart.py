@@ -368,7 +368,7 @@ def ends_within(client: openai.OpenAI, schema: dict[str, Any]) -> bool:
 @pytest.mark.feature("R09")
 def test_hundreds_of_schemas_fit_while_a_rank_is_killed(pools: Any) -> None:
     """32 at a time, each its own, in too few blocks for all; half way the decode rank dies."""
-    num_schemas, rng = 400, random.Random(5)
+    num_schemas, rng = 200, random.Random(5)
     [before] = pools.ready_ranks("decode")
     with pools.client() as client, ThreadPoolExecutor(32) as threads:
         asked = [threads.submit(ends_within, client, drawn_schema(rng)) for _ in range(num_schemas)]
@@ -456,12 +456,8 @@ def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
 @pytest.mark.feature("X06", "N07")
 @pytest.mark.parametrize(
     "more",
-    [
-        (),
-        ("mixed.data_parallel_size=2", *TRACED_ALONE),
-        ("mixed.tensor_parallel_size=2", *TRACED_ALONE),
-    ],
-    ids=["one rank", "dp=2", "tp=2"],
+    [(), ("mixed.data_parallel_size=2", "mixed.tensor_parallel_size=2", *TRACED_ALONE)],
+    ids=["one rank", "2x2"],
 )
 def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
     start_app: Callable[..., Any], answers: Answers, tmp_path: Path, more: tuple[str, ...]
