@@ -50,11 +50,11 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.feature("P01", "P02", "R05")
-@pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
-def test_several_ranks_answer_as_one_does(start: Callable[..., LLM], size: dict[str, int]) -> None:
-    llm = start(**size)
+def test_several_ranks_answer_as_one_does(start: Callable[..., LLM]) -> None:
+    """Each kind of group alone: `test_two_nodes.py`."""
+    llm = start(tensor_parallel_size=2, data_parallel_size=2)
     group: Any = llm.engine
-    assert len(group._core.group.handles) == 2
+    assert len(group._core.group.handles) == 4
     # All is on this node.
     assert all(inbox.startswith("tcp://127.0.0.1:") for inbox in group._core.group.inboxes)
     wanted = answers(LLM(**OPTIONS))
