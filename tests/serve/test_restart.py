@@ -424,23 +424,44 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def wait_until_gone_over(app: Any) -> list[dict[int, dict[str, Any]]]:
+def wait_until_gone_over(app: Any) -> tuple[list[dict[int, dict[str, Any]]], list[dict[str, Any]]]:
     """Wait until all ranks replay graphs.
 
     Returns by rank its agreements by step, as far as they were seen: a rank keeps the last
-    thousand.
+    thousand. And what `/ready` told meanwhile of what it waits for.
     """
     seen: list[dict[int, dict[str, Any]]] = [{} for _ in debug_ranks(app)]
+    told: list[dict[str, Any]] = []
 
     def has_gone_over() -> bool:
-        is_compiling = app.get("/ready")[1]["compiling"]
+        _, body = app.get("/ready")
+        is_compiling = body["compiling"]
+        told.extend(body["loading"])
         found = [rank.get("agreements", []) for rank in debug_ranks(app)]
         for known, agreements in zip(seen, found, strict=True):
             known.update({each["step"]: each for each in agreements})
         return not is_compiling
 
     app.wait_until(has_gone_over, lambda: app.get("/ready"), period_s=0.5)
-    return seen
+    return seen, told
+
+
+def check_progress(app: Any, told: list[dict[str, Any]]) -> None:
+    """Assert that a start whose pieces were compiled while it served has told how far it was: by
+    growing times in `/ready`, and by lines in the log."""
+    compiling = [entry for entry in told if entry["what"] == "mixed: compiling"]
+    assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
+    assert compiling[-1]["done"] > 0
+    said = (
+        r"loading, \d+ s: .* for \d+ s",
+        r"serves after [\d.]+ s, and compiles meanwhile",
+        r"compiling while it serves, \d+ s: mixed: compiling \d+/\d+ for \d+ s",
+        r"ready after [\d.]+ s",
+    )
+    for line in said:  # what an ingress logs reaches the console a little later
+        app.wait_until(
+            lambda line=line: re.search(f"lockstep.ingress: {line}", app.log.read_text())
+        )
 
 
 def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
@@ -453,7 +474,7 @@ def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("X06", "N07")
+@pytest.mark.feature("X06", "N07", "R20")
 @pytest.mark.parametrize(
     "more",
     [(), ("mixed.data_parallel_size=2", "mixed.tensor_parallel_size=2", *TRACED_ALONE)],
@@ -468,7 +489,7 @@ def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
     with Streams(app, answers, MAX_TOKENS) as streams:
         streams.wait_for_tokens(1)
         assert set(stages(app)) == {0}, "the first tokens come while pieces are compiled"
-        found = wait_until_gone_over(app)
+        found, told = wait_until_gone_over(app)
         streams.wait_for_tokens(2 * MAX_TOKENS)
     # All ranks entered each stage at the same step, and work was done meanwhile.
     entered = [first_steps_of_stages([known[step] for step in sorted(known)]) for known in found]
@@ -481,6 +502,8 @@ def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
         assert (counters, rank["captures"] > 0, replays > MAX_TOKENS) == ((0, 0, 0), True, True)
     assert all(not rank["compiling"] for rank in app.ranks("mixed"))
     check_waste(app.get("/debug/ranks")[1])
+    if not more:  # what Inductor compiles takes long enough to be told of
+        check_progress(app, told)
 
 
 def check_waste(told: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""The status page and the progress of a start, as a browser and a reader of the log meet them."""
+"""The status page, as a browser meets it. That it needs no key: `test_wired.py`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.feature("R19")]
 PAGE = Path(__file__).resolve().parents[3] / "serve" / "observe" / "page"
 
 
-def get(url: str, key: str = "") -> httpx.Response:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(url, headers=headers, timeout=300)
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=300)
 
 
 def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server: Any) -> None:
@@ -42,39 +40,3 @@ def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
     ids = set(re.findall(r'\$\("([\w-]+)"\)', script))
     assert ids and ids <= set(re.findall(r'id="([\w-]+)"', html))
-
-
-@pytest.mark.feature("R20")
-@pytest.mark.slow
-def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
-    start_app: Callable[..., Any], tmp_path: Path
-) -> None:
-    """While pieces are compiled: lines in the log, and growing times in `/ready`."""
-    cold = f"compilation.cache_dir={tmp_path}"
-    app = start_app("page", "pools=mixed", "api_keys=sesame", cold, is_compiled=False)
-    for path in (*FILES, "/status"):
-        assert get(app.url + path).status_code == 200
-    assert get(app.url + "/status").json()["needs_key"] is True
-    assert get(app.url + "/v1/models").status_code == 401
-    assert get(app.url + "/v1/models", "sesame").status_code == 200
-    seen: list[dict[str, Any]] = []
-
-    def is_compiled() -> bool:
-        _, body = app.get("/ready")
-        seen.extend(body["loading"])
-        return body["status"] == "ready" and not body["compiling"]
-
-    app.wait_until(is_compiled)
-    compiling = [entry for entry in seen if entry["what"] == "mixed: compiling"]
-    assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
-    assert compiling[-1]["done"] > 0
-    said = (
-        r"loading, \d+ s: .* for \d+ s",
-        r"serves after [\d.]+ s, and compiles meanwhile",
-        r"compiling while it serves, \d+ s: mixed: compiling \d+/\d+ for \d+ s",
-        r"ready after [\d.]+ s",
-    )
-    for line in said:  # what an ingress logs reaches the console a little later
-        app.wait_until(
-            lambda line=line: re.search(f"lockstep.ingress: {line}", app.log.read_text())
-        )
