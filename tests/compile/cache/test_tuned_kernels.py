@@ -31,10 +31,9 @@ def run(*arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.feature("G06")
-@pytest.mark.parametrize(
-    "compiler", ["inductor_standalone", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiler", ["inductor_standalone", "inductor"])
 def test_a_moved_cache_has_what_kernels_were_tuned_to_and_builds_nothing(
     tmp_path: Path, compiler: str
 ) -> None:
