@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -26,6 +27,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from ray import serve as ray_serve
 
 from serve.admission import MAX_BODIES
+from serve.observe.page import FILES
 
 pytestmark = pytest.mark.ray
 
@@ -208,6 +210,10 @@ def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
     assert client.models.list().data[0].id == "lockstep-tiny"
     with pytest.raises(openai.AuthenticationError):
         complete(client.with_options(api_key="simsim"), "1 2 3", max_tokens=1)
+    # The page and what it draws need none.
+    for path in (*FILES, "/status"):
+        assert httpx.get(app.url + path, timeout=300).status_code == 200
+    assert app.get("/status")[1]["needs_key"] is True
 
 
 @pytest.mark.feature("R01", "P06", "P08", "R21")
