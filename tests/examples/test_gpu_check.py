@@ -26,7 +26,17 @@ def check(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 RUNS: dict[str, tuple[str, ...]] = {
     "kernels": (),
-    "models": (),
+    # Neither what "kernels" has measured nor the sizing of a model with experts.
+    "models": (
+        "model",
+        "step",
+        "overlap",
+        "sealed",
+        "collectives",
+        "sizing",
+        "restart",
+        "runner",
+    ),
     # What the other modes do on a CPU is the matrix of `tests/cluster/parity`; here every kind of
     # part is to run.
     "graphs": (
