@@ -366,7 +366,7 @@ MUTATIONS = (
         {', scheduling_strategy="DEFAULT"': ""},
         (
             "tests/cluster/actors/test_artifact_board.py::"
-            "test_nodes_fetch_what_one_of_them_compiles[eager-True-3]",
+            "test_nodes_fetch_what_one_of_them_compiles[True-3]",
         ),
     ),
     Mutation(
