@@ -31,9 +31,17 @@ COMPILED = (
 )
 """One of each family."""
 SLOW_COMPILED = {"mistral window 13 wide heads", "qwen2 tied", "mixtral tied eight experts"}
-"""Left out by default: what they compile takes minutes together."""
+"""Left out by default."""
 SLOW_COMPILERS = {"deepseek3 groups"}
 """Left out above level 0."""
+TRACED = {
+    "mistral window 13 wide heads",  # whose window is the attention's alone: pieces are Llama's
+    "qwen3 window in every other layer",  # whose norms of heads are Qwen3 MoE's, too
+    "mixtral tied eight experts",  # which two data-parallel ranks compile, below
+}
+"""Run at level 3 as they are traced: Inductor compiles their like."""
+FP8 = {"six heads", "mistral window 13 wide heads"}
+"""One of each kind of cache: whole, and of a window."""
 MODES = [
     (0, NONE, "A01 A09 B01"),
     (0, FULL, "B03 Q02"),
@@ -67,6 +75,9 @@ TENSOR_PARALLEL = [
     ("qwen3 wide heads", 2),  # tied, with one KV head
     ("qwen3 window in every other layer", 4),  # two of which hold the same KV head
 ]
+SAMPLED_BY_SEVERAL = {"one kv head", "qwen2 tied", "qwen3 window in every other layer"}
+"""Whose leaders draw and tell logprobs of what all ranks compute: one has an odd vocabulary, and
+one four ranks."""
 # With those above and the slow ones at least six of each family on two ranks; on one rank all of
 # them are run.
 MORE_TENSOR_PARALLEL = [
@@ -112,10 +123,21 @@ def case(row: Row, features: str = "", is_slow: bool = False) -> Any:
 
 
 def one_rank() -> Iterator[Any]:
-    """Every shape of each family, however its requests come."""
+    """Every shape of each family, however its requests come.
+
+    Chunks of 23 arrive too, and begin and end anywhere in a block. Of a slow shape all ways at
+    once, and its logits: another one that has what is special about it is run in each way.
+    """
     for load in list(LOADS)[:7]:
         for shape in SHAPES:
-            yield case(Row(shape, load), is_slow=shape in SLOW_SHAPES)
+            is_in_others = load in ("arriving", "chunks of 16") and shape not in COMPILED
+            if shape not in SLOW_SHAPES and not is_in_others:
+                yield case(Row(shape, load))
+    for shape in SHAPES:
+        if shape in SLOW_SHAPES:
+            yield case(Row(shape, "logprobs"), is_slow=True)
+            if shape not in dict(TENSOR_PARALLEL):
+                yield case(Row(shape, "everything"), is_slow=True)
     yield case(Row("mistral window 13 wide heads", "long prompt"))
     yield case(Row("mistral window 7", "two heads"))
 
@@ -123,7 +145,8 @@ def one_rank() -> Iterator[Any]:
 def compiled() -> Iterator[Any]:
     for level, mode, features in MODES:
         for shape in COMPILED if (level, mode) in OF_EVERY_FAMILY else COMPILED[:1]:
-            row = Row(shape, "run down", level=level, mode=mode)
+            compiler = "eager" if level == 3 and shape in TRACED else "auto"
+            row = Row(shape, "run down", level=level, mode=mode, compiler=compiler)
             is_slow = shape in SLOW_COMPILED or (shape in SLOW_COMPILERS and level > 0)
             yield case(row, features, is_slow)
     yield case(Row("qwen2 tied", "at random", level=3, mode=BOTH), is_slow=True)
@@ -132,7 +155,8 @@ def compiled() -> Iterator[Any]:
 def tensor_parallel() -> Iterator[Any]:
     for shape, size in TENSOR_PARALLEL:
         yield case(Row(shape, "everything"))
-        for load in ("everything", "seeded", "logprobs"):
+        yield case(Row(shape, "everything", size))
+        for load in ("seeded", "logprobs") if shape in SAMPLED_BY_SEVERAL else ():
             yield case(Row(shape, load, size))
     for shape in MORE_TENSOR_PARALLEL:
         yield case(Row(shape, "everything", 2))
@@ -151,10 +175,9 @@ def data_parallel() -> Iterator[Any]:
     yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY))
     yield case(Row(experts, "uneven", 1, 2, mode=PIECEWISE), "X03")
     yield case(Row("deepseek3 groups", "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
-    for shape in (odd, experts):
-        for load in ("uneven", "seeded"):
-            row = Row(shape, load, 1, 2, level=3, mode=BOTH, compiler="inductor")
-            yield case(row, "A04 B05", is_slow=True)
+    for shape, load in ((odd, "uneven"), (odd, "seeded"), (experts, "uneven")):
+        row = Row(shape, load, 1, 2, level=3, mode=BOTH, compiler="inductor")
+        yield case(row, "A04 B05", is_slow=True)
 
 
 def pools() -> Iterator[Any]:
@@ -181,7 +204,8 @@ def overlapped() -> Iterator[Any]:
         yield case(Row("six heads", load, overlap=True), "T04")
     yield case(Row("mistral window 7", "tiny pool", overlap=True), "T04")
     yield case(Row("six heads", "run down", mode=FULL, overlap=True), "T04")
-    yield case(Row("six heads", "run down", level=3, mode=BOTH, overlap=True), "T04", True)
+    traced = Row("six heads", "run down", level=3, mode=BOTH, compiler="eager", overlap=True)
+    yield case(traced, "T04", True)
     for shape, load in (("one kv head", "everything"), ("qwen2 tied", "seeded")):
         yield case(Row(shape, load, 2, overlap=True), "T04")
     yield case(Row("llama3 rope", "logprobs", 2, overlap=True), "T04")
@@ -216,7 +240,8 @@ def drafting() -> Iterator[Any]:
     yield case(Row("mistral window 7", "tiny pool", drafts=4), "T05")
     yield case(Row("six heads", "drafted", mode=DECODE_ONLY, drafts=2), "C07")
     yield case(Row("tied", "drafted", mode=FULL, drafts=3, scores=True), "C07", True)
-    yield case(Row("six heads", "drafted", level=3, mode=BOTH, drafts=2), "C07", True)
+    traced = Row("six heads", "drafted", level=3, mode=BOTH, compiler="eager", drafts=2)
+    yield case(traced, "C07", True)
     yield case(Row("qwen2 tied", "drafted", 2, mode=DECODE_ONLY, drafts=2), "C07")
     odd, experts = "odd vocabulary", "mixtral tied eight experts"
     yield case(Row(odd, "drafted", 1, 2, mode=DECODE_ONLY, drafts=2), "C07")
@@ -228,11 +253,10 @@ def drafting() -> Iterator[Any]:
 def fp8_kv() -> Iterator[Any]:
     """A cache of one byte a number, however it is filled, found again, handed over and replayed."""
     for shape in COMPILED[:-1]:  # latents are never FP8
-        yield fp8(Row(shape, "everything"))
+        yield fp8(Row(shape, "everything"), is_slow=shape not in FP8)
     yield fp8(Row("mistral window 7", "tiny pool"))
     yield fp8(Row("six heads", "run down", mode=FULL))
-    for mode in (NONE, BOTH):
-        yield fp8(Row("six heads", "run down", level=3, mode=mode))
+    yield fp8(Row("six heads", "run down", level=3, mode=BOTH, compiler="eager"))
     yield fp8(Row("one kv head", "everything", 2), is_slow=True)
     yield fp8(Row("one kv head", "everything", 2, mode=BOTH, overlap=True))
     yield fp8(Row("six heads", "pools", kv="shm"))
