@@ -102,6 +102,13 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class LoraModule:
+    name: str
+    """What requests call the model with this adapter."""
+    path: str
+
+
+@dataclass(frozen=True)
 class TransferConfig:
     transport: str = "auto"
     """auto: shared memory on one node, TCP between nodes."""
@@ -133,6 +140,8 @@ class EngineConfig:
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
     speculation: SpeculationConfig | None = None
     """None: every step computes one token of a sequence that decodes."""
+    lora_modules: tuple[LoraModule, ...] = ()
+    """Adapters; requests name them by their places, from 1 on."""
     threads: int | None = 1
     """Of each rank's tensor operations; None: the cores of its node, divided by the ranks there."""
     watchdog_s: float = 10.0
@@ -154,6 +163,10 @@ class EngineConfig:
     def query_len(self) -> int:
         """Tokens that a sequence which decodes has in a step, at most."""
         return 1 + (self.speculation.num_speculative_tokens if self.speculation else 0)
+
+    @property
+    def lora_paths(self) -> list[str]:
+        return [module.path for module in self.lora_modules]
 
     @property
     def step_limits(self) -> StepLimits:

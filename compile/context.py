@@ -95,6 +95,8 @@ class ForwardContext:
     context: Context | None = None
     dp_metadata: DPMetadata | None = None
     """Token counts of the data-parallel ranks; None if there is one."""
+    adapters: torch.Tensor | None = None
+    """int32 [tokens]: the LoRA adapter of each, from 1 on, 0 for none; None if there are none."""
     spec_decode_metadata: Any = None
     """Draft tokens of a speculating step."""
     batch_descriptor: BatchDescriptor | None = None

@@ -74,7 +74,7 @@ def load_weights(
     report = progress or (lambda _done, _total: None)
     report(0, len(wanted))
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(_opened(path)) for path in by_file}
+        opened = {path: stack.enter_context(opened_tensors(path)) for path in by_file}
         read, extremes = [], []
         # The largest parameters first: one that is packed is there twice for a while.
         sources.sort(key=lambda source: -source.piece.home_bytes)
@@ -121,7 +121,7 @@ def load_kv_scales(
         log.warning("scales of FP8 KV: wanted k_scale and v_scale, found none; 1 in their place")
     with ExitStack() as stack:
         paths = dict.fromkeys(files[name] for name in names.values())
-        opened = {path: stack.enter_context(_opened(path)) for path in paths}
+        opened = {path: stack.enter_context(opened_tensors(path)) for path in paths}
         for prefix, layer in layers.items():
             scales = [1.0, 1.0]
             if names:
@@ -161,7 +161,7 @@ def has_own_head(checkpoint_dir: Path) -> bool:
     if not all(name in files for name in names):
         return False
     with ExitStack() as stack:
-        opened = [(stack.enter_context(_opened(files[name])), name) for name in names]
+        opened = [(stack.enter_context(opened_tensors(files[name])), name) for name in names]
         if not all(name in file.keys() for file, name in opened):  # noqa: SIM118 (no mapping)
             return False  # the index says what is not so, which loading tells
         head, embeddings = (file.get_slice(name) for file, name in opened)
@@ -213,7 +213,7 @@ def _plan(
     halves: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for path, tensors in by_file.items():
         listed = {name for name, file in files.items() if file == path}
-        with _opened(path) as file:
+        with opened_tensors(path) as file:
             present = set(file.keys())
             for name in sorted(present | listed):
                 field = f"tensor {name}"
@@ -232,7 +232,7 @@ def _plan(
 def _tensor_files(directory: Path) -> dict[str, Path]:
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() or single.is_symlink():
-        with _opened(single) as file:
+        with opened_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
     if not index.exists():
         raise refused("weights", f"{SINGLE_FILE} or {INDEX_FILE}", Words("neither"), directory)
@@ -248,17 +248,17 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened_tensors(path: Path) -> Iterator[Any]:
     check_file(path)
     try:
         file = safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise _broken(path, error) from error
+        raise broken(path, error) from error
     with file:
         yield file
 
 
-def _broken(path: Path, error: Exception) -> FieldError:
+def broken(path: Path, error: Exception) -> FieldError:
     return refused(path.name, "a whole safetensors file", Words(str(error)), path)
 
 
@@ -290,7 +290,7 @@ def _parts(source: _Source, opened: dict[Path, Any]) -> Iterator[tuple[Stored, P
         try:
             tensor = opened[path].get_slice(stored.name)[stored.where(source.cut)]
         except (OSError, SafetensorError) as error:
-            raise _broken(path, error) from error
+            raise broken(path, error) from error
         yield stored, path, tensor
 
 

@@ -275,6 +275,10 @@ class DeployArgs(EngineArgs, frozen=True):
     speculative_config: SpeculativeArgs | None = None
     """What a sequence may say next is drafted and checked several tokens at once, as in vLLM:
     `{"method": "ngram", "num_speculative_tokens": 3}`. Tokens are those that come without."""
+    lora_modules: str | list[str] = ""
+    """LoRA adapters as PEFT saves them, each `name=directory`, in a list or separated by commas;
+    all nodes need the files. Requests with `model=name` are answered by the model with that
+    adapter. Each takes the memory of the one with the highest rank, 512 at most."""
     ttft_target_s: Seconds = 2.0
     """The time to a first token that prefill and mixed pools are scaled to keep, if they are: so
     long may prompts wait to be computed."""

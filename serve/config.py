@@ -16,6 +16,7 @@ from cluster.config import (
     DEFAULT_NUM_CPUS,
     CacheConfig,
     EngineConfig,
+    LoraModule,
     ParallelConfig,
     Placement,
     Role,
@@ -29,6 +30,7 @@ from compile.config import KEYED_FIELDS, CompilationConfig
 from compile.errors import FieldError
 from compile.resolve import PRESETS, resolve
 from model.config import KV_AXES, ModelConfig, fingerprint
+from model.lora_config import LoraConfig
 from serve.arguments import (
     POOLS,
     DeployArgs,
@@ -50,7 +52,7 @@ BUNDLED_NAME = "lockstep-tiny"
 BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 """A GPU's longer steps compute more tokens a second. A CPU's do not, while the first token of every
 prompt in them, and the next one of every stream, waits for their end."""
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Counted up with each change of kernels, of the sampler or of a request's fields by which requests
 get other tokens than from the release before."""
 MAX_INGRESSES = 64
@@ -68,6 +70,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What answers call the model."""
     other_model_names: tuple[str, ...] = ()
     """What requests may call it besides."""
+    adapter_names: tuple[str, ...] = ()
+    """What requests call it with each of its adapters, in their order."""
     max_model_len: int
     """Tokens of prompt and output together."""
     args: DeployArgs = DeployArgs()
@@ -85,7 +89,17 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return (self.served_model_name, *self.other_model_names)
+        return (self.served_model_name, *self.other_model_names, *self.adapter_names)
+
+    def adapter_of(self, model: str | None) -> int:
+        """Return the adapter that a request's model means, from 1 on; 0 for none."""
+        names = ("", *self.adapter_names)
+        return names.index(model) if model in self.adapter_names else 0
+
+    def reported_name(self, model: str | None) -> str:
+        """Return what answers to a request for this model call it."""
+        adapter = self.adapter_of(model)
+        return self.adapter_names[adapter - 1] if adapter else self.served_model_name
 
     @property
     def described(self) -> Described:
@@ -204,6 +218,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     api = ApiSettings(
         served_model_name=served_model_name,
         other_model_names=tuple(other_model_names),
+        adapter_names=_adapter_names(engine, (served_model_name, *other_model_names)),
         max_model_len=engine.max_model_len,
         args=_with_checked_keys(args),
         max_sequences=min(MAX_SEQUENCES, (max_running + args.max_queued_requests) // num_ingresses),
@@ -216,7 +231,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
             ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
         ),
     )
-    content = fingerprint(path)
+    content = b"".join(map(fingerprint, (path, *map(Path, engine.lora_paths))))
     pools = tuple(replace(p, engine=replace(p.engine, kv_hash=_kv_hash(content, p))) for p in pools)
     config_hash = _digest(content, PROTOCOL_VERSION, pools)
     return DeployConfig(str(path), pools, config_hash, _numerics_hash(content, pools), api)
@@ -312,6 +327,7 @@ def _resolved(
         overlap=args.overlap == "on"
         or (args.overlap == "auto" and device == "cuda" and speculation is None),
         speculation=speculation,
+        lora_modules=_lora_modules(args),
         threads=args.threads_per_rank,
         watchdog_s=args.watchdog_s,
         log_format=args.log_format,
@@ -402,6 +418,32 @@ def _model(args: DeployArgs) -> tuple[Path, ModelConfig]:
         return path.absolute(), ModelConfig.from_dir(path)
     except FieldError as error:
         raise FieldError("model", "a checkpoint that Lockstep can serve", str(error)) from None
+
+
+def _lora_modules(args: DeployArgs) -> tuple[LoraModule, ...]:
+    modules: list[LoraModule] = []
+    for text in texts(args.lora_modules):
+        name, _, path = text.partition("=")
+        if not (name and path):
+            raise FieldError("lora_modules", "each as name=directory", text)
+        directory = Path(path).expanduser().absolute()
+        try:
+            LoraConfig.from_dir(directory)
+        except FieldError as error:
+            wanted = "adapters that Lockstep can serve"
+            raise FieldError("lora_modules", wanted, str(error)) from None
+        modules.append(LoraModule(name, str(directory)))
+    if len({module.name for module in modules}) < len(modules):
+        raise FieldError("lora_modules", "different names", args.lora_modules)
+    return tuple(modules)
+
+
+def _adapter_names(engine: EngineConfig, model_names: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(module.name for module in engine.lora_modules)
+    for name in names:
+        if name in model_names:
+            raise FieldError("lora_modules", "names that are not the model's", name)
+    return names
 
 
 def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:

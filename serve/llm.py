@@ -139,16 +139,21 @@ class LLM:
             vocabulary = self.runner.grammars.vocabulary
         self._grammar_text = partial(Verdicts().find, vocabulary)
         self._salts = CacheSalts()
+        self._adapters = [module.name for module in self.config.lora_modules]
         self._ids = count()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many; outputs are in their order. GenerationError if a prompt
-        cannot be served; ValueError if there are several sampling parameters, but not one for each
-        prompt, or a prompt has fields that it may not have."""
+        """Generate for one prompt or many; outputs are in their order. `lora_request` is the name
+        of an adapter of `lora_modules`, for all prompts or for each; None is the model without.
+        GenerationError if a prompt cannot be served; ValueError if there are several sampling
+        parameters or adapters, but not one for each prompt, a prompt has fields that it may not
+        have, or there is no such adapter."""
         given: Any = prompts
         is_one = isinstance(given, str | dict) or (given and isinstance(given[0], int))
         many: list[Prompt] = [given] if is_one else list(given)
@@ -158,8 +163,13 @@ class LLM:
         if len(params) != len(many):
             wanted, found = len(many), len(params)
             raise ValueError(f"sampling_params: wanted {wanted}, one per prompt, found {found}")
+        is_for_all = lora_request is None or isinstance(lora_request, str)
+        adapters: Any = [lora_request] * len(many) if is_for_all else lora_request
+        if len(adapters) != len(many):
+            wanted, found = len(many), len(adapters)
+            raise ValueError(f"lora_request: wanted {wanted}, one per prompt, found {found}")
         # All are checked before the first is submitted, so that an error leaves nothing behind.
-        prepared = [self._prepare(*each) for each in zip(many, params, strict=True)]
+        prepared = [self._prepare(*each) for each in zip(many, params, adapters, strict=True)]
         running = {each.request.request_id: each for _, choices in prepared for each in choices}
         try:
             for choice in list(running.values()):
@@ -173,6 +183,8 @@ class LLM:
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: str | Sequence[str | None] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Generate answers to one conversation or many, through the checkpoint's chat template."""
@@ -182,11 +194,15 @@ class LLM:
         prompts = [
             self.tokenizer.apply_chat_template(each, **template_kwargs) for each in conversations
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, lora_request=lora_request)
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> tuple[RequestOutput, list[Choice]]:
+        if adapter is not None and adapter not in self._adapters:
+            known = ", ".join(self._adapters) or "none (lora_modules has none)"
+            raise ValueError(f"lora_request: wanted {known}, found {adapter}")
+        lora = 0 if adapter is None else self._adapters.index(adapter) + 1
         content, salt = _content(prompt)
         cache_salt = self._salts.of(UNKNOWN, salt)
         if isinstance(content, str):
@@ -207,7 +223,9 @@ class LLM:
         choices = [
             Choice(
                 index,
-                GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, cache_salt),
+                GenerateRequest(
+                    f"{output.request_id}-{index}", ids, [], sampling, cache_salt, lora
+                ),
                 self.tokenizer,
                 params,
                 stop,

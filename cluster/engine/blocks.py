@@ -51,14 +51,20 @@ def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_block
 
 def block_digest(parent: bytes, token_ids: Tokens[int]) -> bytes:
     """Return the digest of a full block and all before it. parent: that of the block before it, or
-    the request's salt."""
+    the request's root."""
     return hashlib.blake2b(parent + array("q", token_ids), digest_size=DIGEST_BYTES).digest()
+
+
+def prefix_root(request: GenerateRequest) -> bytes:
+    """Return what goes before a request's tokens: its salt, and its adapter, by which the same
+    tokens have other keys and values."""
+    return request.cache_salt + (request.lora.to_bytes(4, "little") if request.lora else b"")
 
 
 def prompt_prefixes(request: GenerateRequest, block_size: int) -> list[Prefix]:
     """Return the prefixes of the blocks that an engine's prefix cache may have of a prompt: as
     `match` looks them up."""
-    token_ids, parent = request.prompt_token_ids, request.cache_salt
+    token_ids, parent = request.prompt_token_ids, prefix_root(request)
     if request.sampling.num_prompt_logprobs >= 0:
         return []
     prefixes: list[Prefix] = []
@@ -259,10 +265,10 @@ class BlockManager:
         return block
 
     def _hash(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the first full blocks' digests: of the salt and all tokens up to their ends."""
+        """Return the first full blocks' digests: of the root and all tokens up to their ends."""
         hashes, size = seq.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
-            parent = hashes[i - 1] if i else seq.request.cache_salt
+            parent = hashes[i - 1] if i else prefix_root(seq.request)
             hashes.append(block_digest(parent, seq.token_ids[i * size : (i + 1) * size]))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 

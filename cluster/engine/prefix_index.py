@@ -24,7 +24,7 @@ from itertools import islice, takewhile
 from threading import Lock
 
 Prefix = int
-"""The first bytes of a block's digest: of its tokens, all before them, and their salt."""
+"""The first bytes of a block's digest: of its tokens, all before them, their salt and adapter."""
 PREFIX_BYTES = 8
 MAX_PREFIXES = 1 << 17
 """Of one engine: two million tokens in blocks of 16, one MiB on the wire. Once so many are known,

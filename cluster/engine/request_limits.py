@@ -27,6 +27,7 @@ class RequestLimits:
     """Token ids from here on are refused; None takes all (a model would not)."""
     max_prompt_len: int | None = None
     """The longest prompt whose KV the model can compute; None: any."""
+    num_adapters: int = 0
 
     def find_error(self, seq: Sequence) -> str:
         """Return what keeps a new sequence from being served, or nothing."""
@@ -34,7 +35,13 @@ class RequestLimits:
             self._find_prompt_error(seq)
             or self._find_length_error(seq)
             or self._find_sampling_error(seq.request.sampling)
+            or self._find_adapter_error(seq.request.lora)
         )
+
+    def _find_adapter_error(self, lora: int) -> str:
+        if lora <= self.num_adapters:
+            return ""
+        return f"lora: wanted at most {self.num_adapters} (lora_modules), found {lora}"
 
     def _find_prompt_error(self, seq: Sequence) -> str:
         num_prompt = seq.num_prompt_tokens

@@ -248,6 +248,7 @@ def _admission(seq: Sequence) -> RowAdmission:
         seed=sampling.seed,
         num_logprobs=sampling.num_logprobs,
         rules=_row_rules(seq),
+        lora=seq.request.lora,
     )
 
 

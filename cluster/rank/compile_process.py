@@ -48,6 +48,7 @@ from cluster.rank.forward import StepForward
 from cluster.rank.inputs import StepInputs
 from compile.counters import cache_misses, counter
 from compile.scope import ArtifactExchange, compile_scope
+from model.adapters import load_adapters
 from model.parallel import Shard
 from model.weights import blank_model
 
@@ -334,6 +335,7 @@ def compile_for(job: CompileJob, progress: Progress, exchange: ArtifactExchange)
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):
         model, model_config = blank_model(Path(config.model_path), shard=group.shard, dtype=dtype)
+        load_adapters(model, config.lora_paths)
     forward = StepForward(
         model,
         StepInputs(config, model_config.vocab_size, device),

@@ -26,6 +26,7 @@ from compile.pieces.diagnose import GraphBreakError, TraceError
 from compile.pieces.split import PieceInvariantError
 from compile.resolve import PRESETS, resolve
 from compile.scope import CompileScope
+from model.adapters import traced_layout
 from model.config import ModelConfig
 from model.kernels.cpu.packed_linear import can_pack
 from model.parallel import Shard
@@ -144,5 +145,6 @@ def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:
         "data_group": "" if shard.data is None else shard.data.group_name,
         # What a constructor decides is in the graph, and constructors are not traced.
         "model_sources": MODEL_SOURCES,
+        "adapters": traced_layout(config.lora_paths),
         "packed_weights": str(can_pack(dtype, device)),
     }

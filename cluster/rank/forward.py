@@ -480,6 +480,7 @@ class StepForward:
                 positions=batch.positions,
             ),
             dp_metadata=dp_metadata,
+            adapters=batch.adapters,
             batch_descriptor=key,
             cudagraph_runtime_mode=mode,
         )

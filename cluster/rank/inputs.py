@@ -38,12 +38,16 @@ class StepBatch:
     attention: AttentionMetadata
     logits_index: torch.Tensor
     sampled_rows: torch.Tensor
+    adapters: torch.Tensor | None
+    """int32 [T]: the adapter of each token, 0 for none; None if the engine has none."""
     sampling: SamplingTensors
     wants_logprobs: list[int]
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
 
 
-_Staged = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor]
+_Staged = tuple[
+    torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor, torch.Tensor | None
+]
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class StepInputs:
         self._row_top_p = np.ones(rows, dtype=np.float32)
         self._row_min_p = np.zeros(rows, dtype=np.float32)
         self._row_seed = np.zeros(rows, dtype=np.uint64)
+        self._row_adapter = np.zeros(rows, dtype=np.int32)
         self._row_num_logprobs = np.full(rows, -1, dtype=np.int64)
 
         self._input_ids = StaticBuffer((tokens,), torch.int64, self._of_ids)
@@ -135,6 +140,9 @@ class StepInputs:
         self._rules = RowRulesTables(rows, tokens, num_sampled, vocab_size, step)
         self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, step)
         self._seq_lens = StaticBuffer((rows,), torch.int32, step)
+        self._adapters: StaticBuffer | None = None
+        if config.lora_modules:
+            self._adapters = StaticBuffer((tokens,), torch.int32, step)
         self._logits_index = StaticBuffer((num_sampled,), torch.int64, step)
         self._uniform = StaticBuffer((num_sampled,), torch.float64, step)
         self._sampled_index = StaticBuffer((num_sampled,), torch.int64, step)
@@ -230,6 +238,7 @@ class StepInputs:
         self._row_top_p[row] = max(admission.top_p, float(np.finfo(np.float32).tiny))
         self._row_min_p[row] = admission.min_p
         self._row_seed[row] = admission.seed
+        self._row_adapter[row] = admission.lora
         self._row_num_logprobs[row] = admission.num_logprobs
         self._rules.admit(admission)
         self._sampled = None
@@ -268,6 +277,8 @@ class StepInputs:
             positions = np.repeat(computed - cu[:num_seqs], num_new) + np.arange(num_tokens)
             token_rows = np.repeat(rows, num_new)
         self._positions.host[:num_tokens] = positions
+        if self._adapters is not None:
+            self._adapters.host[:num_tokens] = self._row_adapter[token_rows]
         columns_of_tokens, offsets = np.divmod(positions, size)
         slots = self._slot_mapping.host[:num_tokens]
         blocks = self._row_blocks[token_rows, columns_of_tokens]
@@ -278,6 +289,8 @@ class StepInputs:
         """Make the tokens and sequences behind the real ones padding, up to `end` each."""
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
             buffer.host[num_tokens:end] = 0
+        if self._adapters is not None:
+            self._adapters.host[num_tokens:end] = 0
         self._seq_lens.host[num_seqs:end_seqs] = 0
         self._blocks[num_seqs:end_seqs] = 0
         self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
@@ -300,6 +313,7 @@ class StepInputs:
             attention,
             self._logits_index.stage(num_sampled),
             self._sampled_index.stage(num_sampled),
+            None if self._adapters is None else self._adapters.stage(num_tokens),
         )
         if self._copied:
             self._upload(num_seqs)

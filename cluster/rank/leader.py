@@ -313,6 +313,7 @@ def assemble_engine(
             role=config.role,
             vocab_size=model.vocab_size,
             max_prompt_len=model.max_prompt_len,
+            num_adapters=len(config.lora_modules),
         ),
         epoch=epoch,
         handover=handover,

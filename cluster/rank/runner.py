@@ -35,6 +35,7 @@ from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError
 from compile.scope import compile_scope
+from model.adapters import load_adapters
 from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
 from model.parallel import Shard
@@ -100,6 +101,7 @@ class ModelRunner:
                 progress=None if progress is None else partial(progress, "loading weights"),
                 has_fp8_kv=config.cache.dtype == "fp8",
             )
+            load_adapters(self.model, config.lora_paths)
         num_data_ranks = 1 if self.shard.data is None else self.shard.data.size
         token_bytes = bytes_per_token(self.model_config, config.dtype, num_data_ranks)
         layers = self.model.attention_layers()

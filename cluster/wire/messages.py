@@ -22,7 +22,7 @@ from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 # Bounds of sampling, for requests of clients as well as on the wire.
 MAX_TEMPERATURE = 1e6
@@ -179,6 +179,8 @@ class GenerateRequest(GrowingWire, frozen=True):
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)]
     """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
     empty: shared by all that have none."""
+    lora: Index = 0
+    """Its adapter, from 1 on in the order of `lora_modules`; 0: none."""
 
 
 class RankProcess(GrowingWire, frozen=True):
@@ -393,6 +395,8 @@ class RowAdmission(Wire, frozen=True):
     seed: int
     num_logprobs: int
     rules: RowRules | None
+    lora: int
+    """The adapter of its tokens; 0: none."""
 
 
 class NewBlocks(Wire, frozen=True):

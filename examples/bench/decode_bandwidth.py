@@ -139,7 +139,7 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
         step=computed,
         num_seqs=batch,
         num_tokens=batch,
-        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None, 0) for row in rows],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))
             for row in rows

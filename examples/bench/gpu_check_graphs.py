@@ -167,7 +167,7 @@ def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> Ste
         step=computed,
         num_seqs=size,
         num_tokens=size * new,
-        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if first],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None, 0) for row in rows if first],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))
             for row in rows

@@ -213,7 +213,7 @@ def part_runner(at: Setting) -> Iterator[Row]:
             num_tokens=num_seqs * new,
             admitted=[]
             if step
-            else [RowAdmission(i, 0.0, 0, 1.0, 0.0, 0, -1, None) for i in range(num_seqs)],
+            else [RowAdmission(i, 0.0, 0, 1.0, 0.0, 0, -1, None, 0) for i in range(num_seqs)],
             new_blocks=[] if step else [NewBlocks(i, 0, b) for i, b in enumerate(blocks)],
             rows=list(range(num_seqs)),
             num_computed=[done] * num_seqs,

@@ -12,6 +12,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 from compile.errors import FieldError
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
+from model.layers.lora import lora_add
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
 
@@ -28,6 +30,10 @@ class Linear(WeightedLayer):
     keeps its shape and dtype alone, and `handle` stands for it."""
 
     handle: torch.Tensor | None
+    lora_a: torch.Tensor | None
+    """[adapters, parts * largest rank, I], if adapters add to the layer's outputs."""
+    lora_b: torch.Tensor | None
+    """[adapters, largest rank, O]"""
 
     def __init__(
         self, in_features: int, out_features: int, place: Placement, *, bias: bool
@@ -35,7 +41,9 @@ class Linear(WeightedLayer):
         super().__init__(place)
         self.weight = self.declare(out_features, in_features)
         self.bias = self.declare(out_features) if bias else None
-        self.register_buffer("handle", None, persistent=False)
+        for name in ("handle", "lora_a", "lora_b"):
+            self.register_buffer(name, None, persistent=False)
+        self._part_sizes: list[int] = []
         self._packed: PackedWeight | None = None
         self._out_features = out_features
 
@@ -52,11 +60,24 @@ class Linear(WeightedLayer):
     def forget_values(self) -> None:
         self._packed = None
 
+    def take_adapters(self, num_adapters: int, max_rank: int, part_sizes: list[int]) -> None:
+        """Add what adapters make of the inputs from now on: nothing until their matrices are
+        filled in. part_sizes: outputs of each tensor that the layer joins."""
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        inputs = self.weight.shape[1]
+        self.lora_a = zeros((num_adapters, len(part_sizes) * max_rank, inputs))
+        self.lora_b = zeros((num_adapters, max_rank, self._out_features))
+        self._part_sizes = part_sizes
+
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [T, I]. Returns [T, O]."""
+        """x: [T, I]. Returns [T, O], with what each token's adapter adds."""
+        out: torch.Tensor
         if self.handle is None:
-            return F.linear(x, self.weight, bias)
-        out: torch.Tensor = packed_linear(x, self.handle, bias, self._out_features)
+            out = F.linear(x, self.weight, bias)
+        else:
+            out = packed_linear(x, self.handle, bias, self._out_features)
+        if self.lora_a is not None:
+            lora_add(out, x, self.lora_a, self.lora_b, self._part_sizes)
         return out
 
 

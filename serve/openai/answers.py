@@ -195,6 +195,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "lockstep"
     max_model_len: int
+    parent: str | None = None
+    """Of a model with an adapter: the one without."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,7 +104,12 @@ class Handlers:
         self._openapi: bytes | None = None
         settings, created = serving.settings, int(time.time())
         self._cards = {
-            name: ModelCard(id=name, created=created, max_model_len=settings.max_model_len)
+            name: ModelCard(
+                id=name,
+                created=created,
+                max_model_len=settings.max_model_len,
+                parent=settings.served_model_name if settings.adapter_of(name) else None,
+            )
             for name in settings.model_names
         }
 

@@ -244,6 +244,7 @@ class Generation:
         adapter, settings, tokenizer = self.adapter, self._serving.settings, self._tokenizer
         request, params = adapter.request, adapter.params
         salt = self._serving.salts.of(self.slot.client, request.cache_salt)
+        lora = settings.adapter_of(request.model)
         vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
         resolver = Resolver(
             params,
@@ -267,7 +268,7 @@ class Generation:
             for sampling in of_choices:
                 index = len(self.choices)
                 engine_request = GenerateRequest(
-                    f"{adapter.id}-{index}", prompt, [], sampling, salt
+                    f"{adapter.id}-{index}", prompt, [], sampling, salt, lora
                 )
                 shown = adapter.shown_token_ids
                 self.choices.append(Choice(index, engine_request, tokenizer, params, stop, shown))

@@ -54,7 +54,8 @@ def attention_context() -> Iterator[None]:
     torch.nn.init.normal_(latent.allocate("weight"))
     latents = torch.randn(4, 4, 1, latent.head_dim)
     caches = {"layer": KVCacheTensor(pool[0], pool[1]), "latent": KVCacheTensor(latents, latents)}
-    with forward_context(ForwardContext({"layer": layer, "latent": latent}, metadata, caches)):
+    layers, adapters = {"layer": layer, "latent": latent}, torch.tensor([0, 2, 1, 2, 0]).int()
+    with forward_context(ForwardContext(layers, metadata, caches, adapters=adapters)):
         yield
 
 
@@ -89,6 +90,9 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "mla_attention": [(q_nope, q_pe, c, k_pe, with_values, "latent")],
         "unified_attention_with_output": [(q, k, v, cos, sin, torch.empty(T, H, D), "layer")],
+        "lora_add": [
+            (torch.randn(T, 7, dtype=dtype), wide, *adapter_matrices(dtype), [4, 1, 2]),
+        ],
         "all_reduce": [(x, shard.group_name)],
         "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "copy_to_user_buffers": [(x, shard.group_name), (wide, shard.group_name)],
@@ -103,6 +107,11 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     if can_pack(dtype, torch.device("cpu")):
         _add_packed(found, x, shard.group_name)
     return found
+
+
+def adapter_matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of two adapters of rank 3, for three parts of a layer."""
+    return torch.randn(2, 3 * 3, E, dtype=dtype), torch.randn(2, 3, 7, dtype=dtype)
 
 
 def _add_packed(found: dict[str, list[tuple[Any, ...]]], x: torch.Tensor, group_name: str) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import openai
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "model" / "checkpoints"))
 SERVE = Path(sys.executable).with_name("serve")
 """Ray's command, in the environment that runs the tests."""
 

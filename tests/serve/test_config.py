@@ -343,7 +343,10 @@ KV = {
     **{f"{pool}.tensor_parallel_size": 2 for pool in ("prefill", "decode", "mixed")},
 }
 """Other KV alone: streams go on at the successor, which computes them."""
-BOTH = {"model": "tuned", "dtype": "float32", "kv_cache_dtype": "fp8"}
+BOTH = {
+    **{"model": "tuned", "dtype": "float32", "kv_cache_dtype": "fp8"},
+    "lora_modules": "one=adapter",
+}
 NEITHER = {
     **{
         prefix + name: value
@@ -396,7 +399,12 @@ def test_an_argument_changes_what_decides_tokens_or_kv(
 ) -> None:
     if name in ("model", "api_keys_file"):
         value = str(tmp_path / value)
+    if name == "lora_modules":
+        value = value.replace("=", f"={tmp_path}/")
     (tmp_path / "keys").write_text("sesame")
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(tiny_checkpoint, tmp_path / "tuned")
     (tmp_path / "tuned" / "more.json").write_text("{}")
     shared: dict[str, Any] = {"device": "cuda"}

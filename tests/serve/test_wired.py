@@ -22,6 +22,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+import transformers
+from adapters import two_adapters
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from ray import serve as ray_serve
@@ -111,9 +114,20 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def app(collector: Collector, start_shared_app: Callable[..., Any]) -> Any:
+def adapters(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
+    """Where LoRA adapters are, and transformers' model with each of them merged."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    return dict(zip(*two_adapters(tmp_path_factory.mktemp("adapters"), model.eval()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def app(
+    collector: Collector, adapters: dict[Path, Any], start_shared_app: Callable[..., Any]
+) -> Any:
     """Ends before the collector, for which its last spans would wait."""
-    return start_shared_app("wired", *OPTIONS, f"otlp_traces_endpoint={collector.url}")
+    traced = f"otlp_traces_endpoint={collector.url}"
+    modules = ",".join(f"{path.name}={path}" for path in adapters)
+    return start_shared_app("wired", *OPTIONS, traced, f"lora_modules={modules}")
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +228,31 @@ def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
     for path in (*FILES, "/status"):
         assert httpx.get(app.url + path, timeout=300).status_code == 200
     assert app.get("/status")[1]["needs_key"] is True
+
+
+@pytest.mark.feature("S10")
+def test_a_request_names_an_adapter_as_its_model(
+    client: openai.OpenAI, adapters: dict[Path, Any]
+) -> None:
+    """Its prompt is computed in one pool and its tokens in another, both with the adapter."""
+    prompt = [70 + i % 9 for i in range(40)]
+    for path, model in adapters.items():
+        answer = client.completions.create(
+            model=path.name,
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        ids = list(prompt)
+        with torch.inference_mode():
+            for _ in range(8):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        [choice] = answer.model_dump()["choices"]
+        assert choice["token_ids"] == ids[len(prompt) :]
+        assert answer.model == path.name
+    parents = {card.id: card.model_dump()["parent"] for card in client.models.list().data}
+    assert parents == {"lockstep-tiny": None, "plain": "lockstep-tiny", "stable": "lockstep-tiny"}
 
 
 @pytest.mark.feature("R01", "P06", "P08", "R21")

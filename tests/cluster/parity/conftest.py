@@ -28,13 +28,16 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def judge(make_oracle: Callable[[str], Any], rank_processes: Any, cache_dir: str) -> Any:
     """(row): run a row and judge it."""
     from parity_judge import check
-    from parity_rows import LOADS, Row
+    from parity_rows import Row
     from parity_run import run_row
 
     def judge(row: Row) -> None:
-        oracle = replace(make_oracle(row.shape), has_fp8_kv=row.has_fp8_kv)
+        made = make_oracle(row.shape)
+        if row.has_adapters:
+            made.write_adapters()
+        oracle = replace(made, has_fp8_kv=row.has_fp8_kv)
         drawn = None
-        if not all(request.is_greedy for request in LOADS[row.load].requests(oracle)):
+        if not all(request.is_greedy for request in row.requests(oracle)):
             drawn = run_row(row.alone(), oracle, rank_processes, cache_dir).tokens
         check(run_row(row, oracle, rank_processes, cache_dir), drawn)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -305,15 +305,24 @@ class Oracle:
     num_ties: int = 0
     has_fp8_kv: bool = False
     """Whether it answers as if its cache were FP8."""
+    adapters: list[Path] = field(default_factory=list)
+    merged: list[Any] = field(default_factory=list)
+    """The model with each of its adapters added to its weights."""
+
+    def write_adapters(self) -> None:
+        from adapters import two_adapters
+
+        if not self.adapters:
+            self.adapters, self.merged = two_adapters(self.path, self.model)
 
     @torch.inference_mode()
-    def check_greedy(self, prompt: list[int], output: list[int]) -> None:
+    def check_greedy(self, prompt: list[int], output: list[int], lora: int = 0) -> None:
         """Compare greedy tokens, teacher-forced after a tie.
 
         One forward over prompt and output tells for every position what transformers would have
         chosen after the same tokens; where all agree, that is its greedy generation.
         """
-        logits = self.logits(prompt, output)
+        logits = self.logits(prompt, output, lora)
         best, choice = logits.max(dim=-1)
         for position, token in enumerate(output):
             self.num_compared += 1
@@ -327,14 +336,15 @@ class Oracle:
             self.num_ties += 1
 
     @torch.inference_mode()
-    def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+    def logits(self, prompt: list[int], output: list[int], lora: int = 0) -> torch.Tensor:
         """Return what each output token was chosen from: [len(output), vocabulary]."""
         from fp8_cache import Fp8Cache
         from transformers import DynamicCache
 
         if self.model.config.rope_parameters["rope_type"] != "dynamic":
             cache = Fp8Cache() if self.has_fp8_kv else None
-            logits = self.model(torch.tensor([prompt + output[:-1]]), None, None, cache).logits
+            model = self.merged[lora - 1] if lora else self.model
+            logits = model(torch.tensor([prompt + output[:-1]]), None, None, cache).logits
             return logits[0, len(prompt) - 1 :]
         # The angles of a cached key are those of the length at which it was computed, so only a
         # generation token by token tells; and the model remembers the longest it has seen.

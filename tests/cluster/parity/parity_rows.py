@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from local_ranks import BLOCK_SIZE, config_of
 from parity_process import Report
 from wire_structs import request_of, rules_of
 
-from cluster.config import EngineConfig, SpeculationConfig, TransferConfig
+from cluster.config import EngineConfig, LoraModule, SpeculationConfig, TransferConfig
 from cluster.wire.messages import EngineOutput, GenerateRequest, StepKind
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
@@ -34,13 +35,15 @@ class Request:
     is_second_turn: bool = False
     """The prompt and the output of the request before it stand before its own prompt."""
     sampling: dict[str, Any] = field(default_factory=dict)
+    lora: int = 0
 
     @property
     def is_greedy(self) -> bool:
         return not self.sampling.get("temperature")
 
     def message(self, i: int) -> GenerateRequest:
-        return request_of(str(i), self.prompt, max_tokens=self.max_tokens, **self.sampling)
+        request = request_of(str(i), self.prompt, max_tokens=self.max_tokens, **self.sampling)
+        return msgspec.structs.replace(request, lora=self.lora)
 
 
 @dataclass
@@ -126,6 +129,8 @@ class Row:
     """Draft tokens of a sequence in a step, at most."""
     has_fp8_kv: bool = False
     """The oracle is transformers with a cache of what e4m3 holds."""
+    has_adapters: bool = False
+    """Requests take turns: none, the first adapter, the second. The oracle has them merged."""
 
     @property
     def id(self) -> str:
@@ -135,7 +140,7 @@ class Row:
         words += [f"O{self.level} {self.mode.name}"] * (self.level > 0 or self.has_graphs)
         words += ["overlapped"] * self.overlap + ["scored"] * self.scores
         words += [f"{self.drafts} drafts"] * (self.drafts > 0)
-        words += ["fp8_kv"] * self.has_fp8_kv
+        words += ["fp8_kv"] * self.has_fp8_kv + ["adapters"] * self.has_adapters
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property
@@ -148,7 +153,16 @@ class Row:
 
     def alone(self) -> Row:
         """Return what has the same requests on one eager rank."""
-        return Row(self.shape, self.load, has_fp8_kv=self.has_fp8_kv)
+        kept = {"has_fp8_kv": self.has_fp8_kv, "has_adapters": self.has_adapters}
+        return Row(self.shape, self.load, **kept)
+
+    def requests(self, oracle: Any) -> list[Request]:
+        requests = LOADS[self.load].requests(oracle)
+        if self.has_adapters:
+            # A second turn has the adapter of the first.
+            turns = [(i - request.is_second_turn) % 3 for i, request in enumerate(requests)]
+            requests = [replace(r, lora=turn) for r, turn in zip(requests, turns, strict=True)]
+        return requests
 
     def config(self, oracle: Any, cache_dir: str) -> EngineConfig:
         load = LOADS[self.load]
@@ -181,6 +195,9 @@ class Row:
             transfer=TransferConfig(self.kv or "auto"),
             overlap=self.overlap,
             speculation=speculation,
+            lora_modules=tuple(LoraModule(path.name, str(path)) for path in oracle.adapters)
+            if self.has_adapters
+            else (),
         )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from parity_process import END, EPOCH, LOSE, REPORT, Report, context_of, num_late, report
-from parity_rows import LOADS, Request, Row, Run
+from parity_rows import Request, Row, Run
 from routed import routing
 
 from cluster.config import EngineConfig, Role
@@ -183,7 +183,7 @@ def leading(
 
 def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses) -> Run:
     """Step one engine by hand, so that requests come at known steps."""
-    requests = LOADS[row.load].requests(oracle)
+    requests = row.requests(oracle)
     run = Run(row, oracle, requests, config, [[] for _ in requests], {"mixed": []}, [])
     ready = counter.expect(**dict.fromkeys(EAGER if row.is_eager else (), 0))
     with ready, leading(config, processes, run.pools["mixed"]) as leader:
@@ -234,7 +234,7 @@ def _submit(leader: Leader, run: Run, i: int) -> None:
 def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses) -> Run:
     """Serve the row's requests through a router, over one pool or two."""
     roles = (Role.PREFILL, Role.DECODE) if row.kv else (Role.MIXED,)
-    requests = LOADS[row.load].requests(oracle)
+    requests = row.requests(oracle)
     run = Run(row, oracle, requests, config, [[] for _ in requests], {})
     with ExitStack() as stack:
         ranks = [stack.enter_context(processes.lent(row.tp * row.dp)) for _ in roles]

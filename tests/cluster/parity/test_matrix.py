@@ -268,6 +268,28 @@ def fp8(row: Row, *, is_slow: bool = False) -> Any:
     return case(replace(row, has_fp8_kv=True), "S09", is_slow)
 
 
+def adapters() -> Iterator[Any]:
+    """Sequences of two adapters and of none are in one step: each has the tokens of a model whose
+    weights have its adapter merged."""
+    for shape in COMPILED:
+        yield adapted(Row(shape, "everything"), shape in SLOW_COMPILED)
+    yield adapted(Row("biases", "everything", overlap=True))
+    yield adapted(Row("six heads", "tiny pool"))
+    yield adapted(Row("six heads", "run down", mode=FULL))
+    yield adapted(Row("six heads", "run down", level=3, mode=BOTH))
+    yield adapted(Row("qwen2 tied", "drafted", drafts=3), True)
+    yield adapted(Row("one kv head", "everything", 2))
+    yield adapted(Row("one kv head", "everything", 2, level=3, mode=BOTH), True)
+    yield adapted(Row("deepseek3 groups", "everything", 2), True)
+    yield adapted(Row("mixtral tied eight experts", "uneven", 1, 2, mode=DECODE_ONLY), True)
+    yield adapted(Row("six heads", "pools", kv="shm"))
+    yield adapted(Row("tied", "few", 2, kv="tcp", loses=1))
+
+
+def adapted(row: Row, is_slow: bool = False) -> Any:
+    return case(replace(row, has_adapters=True), "S10", is_slow)
+
+
 ROWS = [
     *one_rank(),
     *compiled(),
@@ -278,6 +300,7 @@ ROWS = [
     *scored(),
     *drafting(),
     *fp8_kv(),
+    *adapters(),
 ]
 
 

@@ -255,6 +255,12 @@ def llm(tiny_checkpoint: Path) -> LLM:
 
 
 @pytest.fixture
+def backend_of() -> type[EngineBackend]:
+    """The class of what runs an engine in process."""
+    return EngineBackend
+
+
+@pytest.fixture
 def engine_backend(llm: LLM) -> Iterator[EngineBackend]:
     yield EngineBackend(llm.engine)
     assert not llm.engine.has_unfinished
