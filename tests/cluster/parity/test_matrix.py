@@ -276,7 +276,7 @@ def adapters() -> Iterator[Any]:
     yield adapted(Row("biases", "everything", overlap=True))
     yield adapted(Row("six heads", "tiny pool"))
     yield adapted(Row("six heads", "run down", mode=FULL))
-    yield adapted(Row("six heads", "run down", level=3, mode=BOTH))
+    yield adapted(Row("six heads", "run down", level=3, mode=BOTH, compiler="eager"))
     yield adapted(Row("qwen2 tied", "drafted", drafts=3), True)
     yield adapted(Row("one kv head", "everything", 2))
     yield adapted(Row("one kv head", "everything", 2, level=3, mode=BOTH), True)
