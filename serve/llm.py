@@ -197,7 +197,7 @@ class LLM:
         return self.generate(prompts, sampling_params, lora_request=lora_request)
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams, adapter: str | None
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None = None
     ) -> tuple[RequestOutput, list[Choice]]:
         if adapter is not None and adapter not in self._adapters:
             known = ", ".join(self._adapters) or "none (lora_modules has none)"

@@ -230,31 +230,6 @@ def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
     assert app.get("/status")[1]["needs_key"] is True
 
 
-@pytest.mark.feature("S10")
-def test_a_request_names_an_adapter_as_its_model(
-    client: openai.OpenAI, adapters: dict[Path, Any]
-) -> None:
-    """Its prompt is computed in one pool and its tokens in another, both with the adapter."""
-    prompt = [70 + i % 9 for i in range(40)]
-    for path, model in adapters.items():
-        answer = client.completions.create(
-            model=path.name,
-            prompt=prompt,
-            max_tokens=8,
-            temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
-        ids = list(prompt)
-        with torch.inference_mode():
-            for _ in range(8):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        [choice] = answer.model_dump()["choices"]
-        assert choice["token_ids"] == ids[len(prompt) :]
-        assert answer.model == path.name
-    parents = {card.id: card.model_dump()["parent"] for card in client.models.list().data}
-    assert parents == {"lockstep-tiny": None, "plain": "lockstep-tiny", "stable": "lockstep-tiny"}
-
-
 @pytest.mark.feature("R01", "P06", "P08", "R21")
 def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_prompts(
     app: Any, client: openai.OpenAI
@@ -314,6 +289,31 @@ def test_prompts_go_to_the_prefill_engine_that_has_their_beginning_cached(
         assert max(threads.map(num_cached, starts)) < 100
     app.wait_until(lambda: all(map(operator.gt, num_computed(), before)))
     assert min(map(num_cached, starts)) > 300
+
+
+@pytest.mark.feature("S10")
+def test_a_request_names_an_adapter_as_its_model(
+    client: openai.OpenAI, adapters: dict[Path, Any]
+) -> None:
+    """Its prompt is computed in one pool and its tokens in another, both with the adapter."""
+    prompt = [70 + i % 9 for i in range(40)]
+    for path, model in adapters.items():
+        answer = client.completions.create(
+            model=path.name,
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        ids = list(prompt)
+        with torch.inference_mode():
+            for _ in range(8):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        [choice] = answer.model_dump()["choices"]
+        assert choice["token_ids"] == ids[len(prompt) :]
+        assert answer.model == path.name
+    parents = {card.id: card.model_dump()["parent"] for card in client.models.list().data}
+    assert parents == {"lockstep-tiny": None, "plain": "lockstep-tiny", "stable": "lockstep-tiny"}
 
 
 @pytest.mark.feature("R13", "R19")

@@ -32,6 +32,8 @@ COMPILED = (
 """One of each family."""
 SLOW_COMPILED = {"mistral window 13 wide heads", "qwen2 tied", "mixtral tied eight experts"}
 """Left out by default."""
+BOTH_ATTENTIONS = {"six heads", "deepseek3 groups"}
+"""What of these stands for all where only attention matters."""
 SLOW_COMPILERS = {"deepseek3 groups"}
 """Left out above level 0."""
 TRACED = {
@@ -234,7 +236,7 @@ def scored() -> Iterator[Any]:
 def drafting() -> Iterator[Any]:
     """Several tokens of a sequence are checked in a step: tokens are those of one at a time."""
     for shape in COMPILED:
-        yield case(Row(shape, "drafted", drafts=3), "", shape in SLOW_COMPILED)
+        yield case(Row(shape, "drafted", drafts=3), "", shape not in BOTH_ATTENTIONS)
     for load in ("everything", "tiny pool", "logprobs", "seeded"):
         yield case(Row("six heads", load, drafts=2), "T05", load in ("everything", "logprobs"))
     yield case(Row("mistral window 7", "tiny pool", drafts=4), "T05")
@@ -272,9 +274,9 @@ def adapters() -> Iterator[Any]:
     """Sequences of two adapters and of none are in one step: each has the tokens of a model whose
     weights have its adapter merged."""
     for shape in COMPILED:
-        yield adapted(Row(shape, "everything"), shape in SLOW_COMPILED)
+        yield adapted(Row(shape, "everything"), shape not in BOTH_ATTENTIONS)
     yield adapted(Row("biases", "everything", overlap=True))
-    yield adapted(Row("six heads", "tiny pool"))
+    yield adapted(Row("six heads", "tiny pool"), True)
     yield adapted(Row("six heads", "run down", mode=FULL))
     yield adapted(Row("six heads", "run down", level=3, mode=BOTH, compiler="eager"))
     yield adapted(Row("qwen2 tied", "drafted", drafts=3), True)
@@ -283,7 +285,7 @@ def adapters() -> Iterator[Any]:
     yield adapted(Row("deepseek3 groups", "everything", 2), True)
     yield adapted(Row("mixtral tied eight experts", "uneven", 1, 2, mode=DECODE_ONLY), True)
     yield adapted(Row("six heads", "pools", kv="shm"))
-    yield adapted(Row("tied", "few", 2, kv="tcp", loses=1))
+    yield adapted(Row("tied", "few", 2, kv="tcp", loses=1), True)
 
 
 def adapted(row: Row, is_slow: bool = False) -> Any:

@@ -35,7 +35,7 @@ CACHES = [
 ]
 CPU = torch.device("cpu")
 RANDOM = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -66,7 +66,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("builds")
 
 
-@pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
+@pytest.fixture(params=["-mno-avx512f", pytest.param("-mno-avx", marks=pytest.mark.slow)])
 def fewer_lanes(
     request: pytest.FixtureRequest, builds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
