@@ -70,7 +70,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Tokens of one step: decodes and prefill chunks together."""
     max_step_s: float | None = None
-    """What a step of decodes and prefill chunks together should take; None: what it takes."""
+    """How long a step of decodes and prefill chunks together should take; None: any time."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -9,10 +9,10 @@ The life of a request:
    (`_take_finished_reads`). What is held or read meanwhile is `kv_handover.py`'s.
 3. Without a handoff it is admitted (`_admit`): the prefix cache gives it computed head blocks, and
    its prompt is computed in chunks, next to the decodes of others, under one token budget.
-4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
-   sequence that came last gives up its blocks and waits to be computed again (`_preempt`).
-   Where tokens are drafted (`drafter.py`), it runs with its last token and a draft, if there is
-   room and budget beside the other running ones.
+4. It gets a row and then runs in every step (`_schedule_running`), with a draft behind its last
+   token where tokens are drafted (`drafter.py`) and blocks and budget allow it. When no block is
+   free, the sequence that came last gives up its blocks and waits to be computed again
+   (`_preempt`).
 5. `update` books what the step sampled, of a draft as far as it was right. The sequence ends with
    a stop token or at its limit; on a prefill engine it leaves its row after the first token and
    holds its blocks under a handoff until a reader has them (`_hand_over`).
@@ -68,7 +68,8 @@ FINISHED = SequenceStatus.FINISHED
 MAX_UNFINISHED_TIMES = 1024
 """Requests that may wait for each that may run: the bound on another sender than an ingress."""
 MIN_PROMPT_TOKENS = 16
-"""Of a step that should take no longer than it may: prompts go on, however slow it is."""
+"""At least so many are computed in a step under `max_step_ms`: prompts go on, however slow steps
+are."""
 MAX_EARLY_ABORTS = 4096
 """Ids that were aborted here before they came; most never come, having just ended."""
 

@@ -191,7 +191,7 @@ class MaskFiller:
         began = time.thread_time()
         matcher.feed(row.token_ids)
         _fill_row(masks, row)
-        beyond_s = time.thread_time() - began - COSTLY_MASK_S
+        beyond_s = time.thread_time() - began - COSTLY_MASK_S * len(row.indices)
         grammar.costly_s = max(0.0, grammar.costly_s + beyond_s)
         if beyond_s > 0 and max(grammar.costly_s, costly_s + beyond_s) > MAX_COSTLY_S:
             grammar.is_costly = True

@@ -420,7 +420,7 @@ class StepKind(enum.IntEnum):
 
     NOTHING = 0
     DECODE = 1
-    """All decode, a token each and a draft of others."""
+    """All decode: each its last token, and perhaps a draft of those behind it."""
     MIXED = 2
     """Some compute a prompt, or what was computed before they were pre-empted."""
 

@@ -144,6 +144,17 @@ def test_steps_are_planned_before_the_tokens_of_the_last_are_known(engines: dict
     assert stopped.outputs[0].token_ids == tokens[: tokens.index(tokens[5]) + 1]
 
 
+def test_a_prompt_beside_a_stream_is_computed_in_the_time_that_a_step_may_take() -> None:
+    """In chunks of the fewest tokens, if that is less than any step takes."""
+    llm = LLM(max_step_ms=0.1, **SIZES)
+    llm.engine.runner = counting = Counting(llm.runner)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm.generate([[5], list(range(60))], greedy)
+    # The first step holds nobody up.
+    sizes = [plan.num_new for plan in counting.plans]
+    assert sizes[:4] == [[1, 23], [1, 16], [1, 16], [1, 5]]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_too_planning_ahead_changes_no_token() -> None:
     """There copies and steps are under way while the host fills the next step's arrays."""

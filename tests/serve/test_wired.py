@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ OPTIONS = [
     *(f"max_body_bytes={MAX_BODY_BYTES}", f"max_answer_bytes={MAX_ANSWER_BYTES}"),
     *(f"request_timeout_s={REQUEST_TIMEOUT_S}", f"watchdog_s={WATCHDOG_S}"),
     *(f"kv.lease_s={LEASE_S}", "log_format=json"),
+    *("speculative_config.method=ngram", "speculative_config.num_speculative_tokens=3"),
 ]
 PROMPT = "Count from 3 to 19."
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -314,6 +316,34 @@ def test_a_request_names_an_adapter_as_its_model(
         assert answer.model == path.name
     parents = {card.id: card.model_dump()["parent"] for card in client.models.list().data}
     assert parents == {"lockstep-tiny": None, "plain": "lockstep-tiny", "stable": "lockstep-tiny"}
+
+
+@pytest.mark.feature("T05")
+def test_answers_with_drafts_are_right_and_metrics_tell_how_many_were(
+    app: Any, client: openai.OpenAI
+) -> None:
+    def counted(what: str) -> dict[str, float]:
+        """By pool."""
+        found = Counter[str]()
+        for (name, labels), value in app.totals().items():
+            if name == f"lockstep:spec_decode_num_{what}_total":
+                found[dict(labels)["engine"].partition("-")[0]] += value
+        return found
+
+    answer = client.chat.completions.create(
+        model="lockstep-tiny",
+        messages=[{"role": "user", "content": "Count from 1 to 30."}],
+        temperature=0,
+        max_tokens=200,
+    )
+    assert answer.choices[0].message.content == " ".join(map(str, range(1, 31)))
+
+    def are_told() -> bool:
+        tokens, accepted = counted("draft_tokens"), counted("accepted_tokens")
+        assert not tokens["prefill"]
+        return 0 < accepted["decode"] < tokens["decode"] and tokens >= counted("drafts")
+
+    app.wait_until(are_told)
 
 
 @pytest.mark.feature("R13", "R19")
