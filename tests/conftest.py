@@ -40,14 +40,17 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+import asyncio
 import contextlib
 import functools
+import gc
 import importlib.util
 import random
 import re
+import selectors
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +195,33 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[[int], hypothesis.settings]
     return of
 
 
+class _JumpingLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._now = 0.0
+        selector = selectors.SelectSelector()
+        selector.select = self._jump  # type: ignore[method-assign]
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self._now
+
+    def _jump(self, timeout: float | None = None) -> list[Any]:
+        self._now += timeout or 0.0
+        return []
+
+
+@pytest.fixture
+def run_in_jumps() -> Callable[..., Any]:
+    """Returns what a coroutine returns on an event loop whose clock, which begins at 0, jumps to
+    whatever is next instead of waiting for it."""
+
+    def run(main: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=_JumpingLoop) as runner:
+            return runner.run(main)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """The one Ray cluster of the run; its value is ray's context with the addresses."""
@@ -217,6 +247,13 @@ def _start_ray(ray: Any, num_attempts: int = 5) -> Any:
             raise
         ray.shutdown()
         return _start_ray(ray, num_attempts - 1)
+
+
+@pytest.fixture(autouse=True)
+def _small_heap() -> None:
+    """Keep garbage collection from looking, again and again, through what was there before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ MAX_DISCARDED_BYTES = 64 << 20
 """What is read and dropped of a refused body, so that its client can read why."""
 MAX_DISCARD_S = 10.0
 """How long a refused body is read."""
-MAX_DISCARD_PAUSE_S = 0.5
+MAX_DISCARD_PAUSE_S = 5.0
 """A client that sends nothing for so long is taken to wait for the answer."""
 MAX_DISCARDS = 64
 """Refused bodies that are read at once; further connections are just closed."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -153,19 +154,25 @@ def test_a_tick_takes_the_same_share_of_a_core_however_cheap_chunks_are() -> Non
                 assert num * cost / tick.period_s == pytest.approx(0.25)
 
 
-async def test_all_streams_wait_for_the_same_tick_whenever_they_come(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_due_tick_comes_at_once_and_all_streams_wait_for_the_next_whenever_they_come(
+    run_in_jumps: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 1.0)
-    tick, began = StreamBatcher(), time.monotonic()
+    tick, called_at = StreamBatcher(), list[float]()
     tick.num_streams = 10_000
-    called_at: list[float] = []
-    for _ in range(3):
-        tick.call(lambda: called_at.append(time.monotonic() - began))
-        await asyncio.sleep(0.02)
-    assert not called_at
-    async with asyncio.timeout(60):
-        while len(called_at) < 3:
-            await asyncio.sleep(0.02)
-    assert len(called_at) == 3 and min(called_at) >= 0.99
-    assert max(called_at) - min(called_at) < 0.5
+    assert tick.period_s == 0.1
+
+    async def run() -> None:
+        def call() -> None:
+            tick.call(lambda: called_at.append(round(loop.time() - 1, 3)))
+
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(1)
+        call()
+        call()  # of the same step
+        for pause_s in (0.03, 0.03, 0.09, 0.12, 0.14):
+            await asyncio.sleep(pause_s)
+            call()
+        await asyncio.sleep(1)
+
+    run_in_jumps(run())
+    assert called_at == [0, 0, 0.1, 0.1, 0.2, 0.3, 0.41]

@@ -7,11 +7,9 @@ file runs as many as one likes.
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,15 +36,6 @@ NUM_SCHEDULES = int(os.environ.get("LOCKSTEP_SIMULATION_SCHEDULES", "1000"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES)
 SHAPES = [*([shape] for shape in MIXED), *PREFILL_AND_DECODE]
 NUM_PROCESSES = len(os.sched_getaffinity(0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_search_through_what_was_imported() -> Iterator[None]:
-    """Keep the garbage collector from looking through torch and ray at every schedule."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

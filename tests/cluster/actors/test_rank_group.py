@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -157,26 +156,11 @@ def test_a_rank_that_loads_is_not_silent_while_it_answers(monkeypatch: pytest.Mo
     assert found.startswith("rank dp=0 tp=1 epoch=2: no heartbeat for 0.")
 
 
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """Its clock jumps to whatever is next instead of waiting for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        selector = selectors.SelectSelector()
-        selector.select = self._jump  # type: ignore[method-assign]
-        super().__init__(selector)
-
-    def time(self) -> float:
-        return self.now
-
-    def _jump(self, timeout: float | None = None) -> list[Any]:
-        self.now += timeout or 0.0
-        return []
-
-
 @pytest.mark.feature("P09")
 @pytest.mark.parametrize("silent_at", [0.0, 0.01, 0.3, 0.99, 1.01, 3.51, 7.26, 7.99, 8.0])
-def test_a_rank_that_falls_silent_is_named_half_a_second_after_it_may_be(silent_at: float) -> None:
+def test_a_rank_that_falls_silent_is_named_half_a_second_after_it_may_be(
+    silent_at: float, run_in_jumps: Callable[..., Any]
+) -> None:
     class Falling(Rank):
         async def heartbeat(self) -> CallEnd:
             if asyncio.get_running_loop().time() > silent_at:
@@ -188,8 +172,7 @@ def test_a_rank_that_falls_silent_is_named_half_a_second_after_it_may_be(silent_
         assert found.startswith("rank dp=0 tp=1 epoch=2: no heartbeat for 3.")
         return asyncio.get_running_loop().time()
 
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        silent_s = runner.run(named_at()) - silent_at
+    silent_s = run_in_jumps(named_at()) - silent_at
     # The owner may have heard of the rank last a whole period earlier.
     assert 2.0 < silent_s < 3.55
 

@@ -6,7 +6,7 @@ import gc
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,14 +67,6 @@ WHOLE_IN_ORDER = [
 
 
 NO_WARMUPS = {FULL: 0, PIECEWISE: 0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Set aside what exists: each capture collects garbage."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @dataclass

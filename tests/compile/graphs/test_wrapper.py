@@ -6,7 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,14 +26,6 @@ CPU = torch.device("cpu")
 
 def shared_pools() -> GraphPools:
     return GraphPools(lambda: new_graph_pool(CPU))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Set aside what exists: each capture collects garbage."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def step(mode: CUDAGraphMode, key: BatchDescriptor | None) -> Any:

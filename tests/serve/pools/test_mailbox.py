@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -71,38 +72,39 @@ def test_whatever_comes_between_two_ticks_is_taken_in_order_and_once(
     assert [token for output in found for token in output.token_ids] == wanted
 
 
-async def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the_tick(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the_tick(
+    run_in_jumps: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 1.0)
-
-    tick = StreamBatcher()
+    tick, taken = StreamBatcher(), list[tuple[int, float]]()
     tick.num_streams = 100_000
-    mailbox, began = Mailbox("r", tick), time.monotonic()
-    taken_at, sizes = list[float](), list[int]()
+    assert tick.period_s == 0.1
 
-    async def take() -> None:
-        output = await mailbox.get()
-        taken_at.append(time.monotonic() - began)
-        sizes.append(len(output.token_ids))
+    async def run() -> None:
+        async def take() -> None:
+            output = await mailbox.get()
+            taken.append((len(output.token_ids), round(loop.time() - 1, 3)))
 
-    mailbox.put(scored_output(0, [0]))
-    await take()
-    for position in range(1, 4):
-        mailbox.put(scored_output(position, [position]))
-    await take()
-    mailbox.put(scored_output(4, [4]))
-    mailbox.put(scored_output(5, [], "handoff"))
-    await take()
-    await take()
-    await asyncio.sleep(1.1)  # the tick that was asked for finds nothing
-    mailbox.put(scored_output(5, [5]))
-    mailbox.put(scored_output(6, [6], "stop"))
-    await take()
-    await take()
-    assert sizes == [1, 3, 1, 0, 1, 1]
-    assert taken_at[0] < 0.9 and taken_at[1] > 0.99
-    assert taken_at[3] - taken_at[1] < 0.9 and taken_at[5] - taken_at[3] < 1.9
+        mailbox, loop = Mailbox("r", tick), asyncio.get_running_loop()
+        await asyncio.sleep(1)
+        tick.call(lambda: None)
+        await asyncio.sleep(0.01)  # behind this tick, the next is 0.1 s later
+        mailbox.put(scored_output(0, [0]))
+        await take()
+        for position in range(1, 4):
+            mailbox.put(scored_output(position, [position]))
+        await take()
+        mailbox.put(scored_output(4, [4]))
+        mailbox.put(scored_output(5, [], "handoff"))
+        await take()
+        await take()
+        await asyncio.sleep(0.15)  # the tick that was asked for finds nothing
+        mailbox.put(scored_output(5, [5]))
+        mailbox.put(scored_output(6, [6], "stop"))
+        await take()
+        await take()
+
+    run_in_jumps(run())
+    assert taken == [(1, 0.01), (3, 0.1), (1, 0.1), (0, 0.1), (1, 0.25), (1, 0.25)]
 
 
 async def test_pieces_of_a_prompts_logprobs_are_taken_as_one_output() -> None:
