@@ -50,7 +50,7 @@ FREE_STREAMS = 4
 """So many streams send each token as it comes."""
 CHUNK_COST = 0.001
 """Seconds of a core that a chunk costs Ray's Python proxy and the ingress together."""
-HAPROXY_CHUNK_COST = 0.00035
+HAPROXY_CHUNK_COST = 0.00012
 """The same behind HAProxy."""
 CHUNK_SHARE = 0.25
 """Of one core, for chunks of all streams of an ingress."""
