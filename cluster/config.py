@@ -10,6 +10,7 @@ from typing import Literal
 from compile.config import CompilationConfig
 from compile.errors import FieldError
 from compile.resolve import StepLimits
+from model.quantization import Held
 
 PLACEMENT_TIMEOUT_S = 30.0
 """How long replicas may wait to be placed before `/ready` says what they lack."""
@@ -129,6 +130,8 @@ class EngineConfig:
     """Prompt and output tokens of one sequence together."""
     dtype: str = "float32"
     """float32, bfloat16 or float16: of weights and activations."""
+    quantization: Held = "auto"
+    """What linear layers hold; auto: as `dtype`."""
     device: str = "cpu"
     role: Role = Role.MIXED
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -155,6 +158,9 @@ class EngineConfig:
         if self.device == "cuda" and self.transfer.transport == "shm":
             wanted = "auto or tcp with device=cuda, whose KV is no host memory"
             raise FieldError("kv.transport", wanted, self.transfer.transport)
+        if self.device == "cuda" and self.quantization != "auto":
+            wanted = "auto with device=cuda (kernels for integers are built for CPUs alone)"
+            raise FieldError("quantization", wanted, self.quantization)
         if self.overlap and self.speculation is not None:
             wanted = "auto or off with speculative_config (a draft follows from the last token)"
             raise FieldError("overlap", wanted, "on")

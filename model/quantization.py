@@ -1,5 +1,7 @@
 """What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of
-DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them."""
+DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them.
+
+What a rank makes integers of, whatever the checkpoint has, is `Integers`."""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from compile.errors import FieldError
+from compile.errors import FieldError, Words
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
+Held = Literal["auto", "int8", "int4"]
+"""What linear layers hold on a CPU: numbers of the model's dtype, or integers."""
+MOST_SHARE = 128
+"""Inputs of a group of 4-bit integers."""
 _KV = "kv_cache_scheme"
 
 
@@ -43,6 +49,30 @@ class Quantization:
     def is_plain(self, module: str) -> bool:
         named = any(f".{name}." in f".{module}." for name in self.plain_names)
         return named or any(re.match(pattern, module) for pattern in self.plain_patterns)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """What a weight is held as: symmetric integers of `bits`; of each output, `group` inputs share
+    a scale. Invariant: the inputs are a multiple of `group`."""
+
+    bits: int
+    group: int
+
+
+def integers_for(held: Held, num_inputs: int) -> Integers | None:
+    """Return how a layer with so many inputs on this rank holds its weight, None as it is read: 8
+    bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as many of
+    120, 112 and so on as divide the inputs. A FieldError if none does."""
+    if held == "auto":
+        return None
+    if held == "int8" or num_inputs <= MOST_SHARE:
+        return Integers(8 if held == "int8" else 4, num_inputs)
+    for group in range(MOST_SHARE, 0, -8):
+        if num_inputs % group == 0:
+            return Integers(4, group)
+    wanted = f"auto or int8 where layers have over {MOST_SHARE} inputs, and no multiple of 8"
+    raise FieldError("quantization", wanted, Words(f"int4 and {num_inputs} inputs"))
 
 
 _Names = Annotated[list[str] | None, says("a list of modules' names, or null")]

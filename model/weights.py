@@ -26,7 +26,7 @@ from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
-from model.quantization import Quantization
+from model.quantization import Held, Quantization
 from model.stored_weights import FLOATS, Cut, Stored, plain_tensor, stored_tensors, values_of
 
 SINGLE_FILE = "model.safetensors"
@@ -332,11 +332,13 @@ def load_model(
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,
     has_fp8_kv: bool = False,
+    quantization: Held = "auto",
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
     FieldError if the checkpoint cannot be used, or not by this many ranks. `has_fp8_kv`: its KV
-    cache will be FP8, and attention gets its scales."""
-    place = Placement(dtype, torch.device(device), shard)
+    cache will be FP8, and attention gets its scales. `quantization`: what linear layers hold, on a
+    CPU."""
+    place = Placement(dtype, torch.device(device), shard, quantization)
     model, config = _described_model(checkpoint_dir, place)
     load_weights(model, checkpoint_dir, progress)
     load_kv_scales(model, Path(checkpoint_dir), place.device, is_used=has_fp8_kv)
@@ -345,11 +347,15 @@ def load_model(
 
 @torch.no_grad()
 def blank_model(
-    checkpoint_dir: Path | str, *, shard: Shard = ALONE, dtype: torch.dtype
+    checkpoint_dir: Path | str,
+    *,
+    shard: Shard = ALONE,
+    dtype: torch.dtype,
+    quantization: Held = "auto",
 ) -> tuple[CausalLM, ModelConfig]:
     """Return the model that `load_model` returns on a CPU, without values: to be traced, not run.
     It takes memory for its largest parameter and no more."""
-    place = Placement(dtype, torch.device("cpu"), shard)
+    place = Placement(dtype, torch.device("cpu"), shard, quantization)
     model, config = _described_model(checkpoint_dir, place)
     files = _tensor_files(Path(checkpoint_dir))
     slices = model.weight_slices(files.keys())
@@ -377,6 +383,8 @@ def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[Caus
     if config.quantization:
         layout, name = config.quantization.layout, str(place.dtype).removeprefix("torch.")
         log.info("weights that are stored as %s are computed in %s", layout, name)
+    if place.quantization != "auto":
+        log.info("weights of linear layers are held as %s", place.quantization)
     # A configuration that is not its checkpoint's may describe a model larger than memory, so the
     # model takes none until its tensors have been compared.
     return CausalLM(config, place), config

@@ -32,6 +32,7 @@ from cluster.config import (
 )
 from compile.errors import FieldError
 from model.fields import Source, at_least, convert, hints_of, says
+from model.quantization import Held
 from serve.compilation import (
     CudaGraphConfig,
     TorchCompileConfig,
@@ -68,6 +69,7 @@ Switch = Literal["on", "off"]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], says("auto, float32, bfloat16, float16")
 ]
+Quantization = Annotated[Held, says("auto, int8 or int4")]
 KVCacheDtype = Annotated[Literal["auto", "fp8", "fp8_e4m3"], says("auto, fp8 or fp8_e4m3")]
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
@@ -234,6 +236,11 @@ class DeployArgs(EngineArgs, frozen=True):
     max_model_len: int | None = None
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""
+    quantization: Quantization = "auto"
+    """`int8` or `int4`: on a CPU, linear layers of attention and MLPs, experts too, hold integers
+    with scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
+    tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
+    Activations, embeddings, head and routers stay as they are. `auto`: numbers of `dtype`."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """`fp8` or `fp8_e4m3`: KV takes a byte a number, so that twice as many blocks fit as with
     `bfloat16`, and tokens may differ; by the checkpoint's scales `k_scale` and `v_scale`, or 1.

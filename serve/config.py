@@ -307,6 +307,7 @@ def _resolved(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
         dtype=model.dtype if args.dtype == "auto" else args.dtype,
+        quantization=args.quantization,
         device=device,
         role=Role(name),
         parallel=parallel,
@@ -491,7 +492,7 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
 def _kv_hash(content: bytes, pool: PoolConfig) -> str:
     engine = pool.engine
     size = engine.parallel.tensor_parallel_size
-    dtypes = (engine.dtype, engine.kv_dtype)
+    dtypes = (engine.dtype, engine.kv_dtype, engine.quantization)
     return _digest(content, KV_AXES, dtypes, engine.cache.block_size, size)
 
 
@@ -503,9 +504,16 @@ def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:
         repr([fields[name] for name in (*KEYED_FIELDS, "compiler")])
         for fields in (pool.engine.compilation.to_dict() for pool in pools)
     }
-    dtypes = (engine.dtype, engine.kv_dtype)
+    dtypes = (engine.dtype, engine.kv_dtype, _held_weights(engine))
     facts = (engine.device, dtypes, engine.max_model_len, sorted(compilations))
     return _digest(content, NUMERICS_VERSION, *facts)
+
+
+def _held_weights(engine: EngineConfig) -> str:
+    """Integers of a layer whose inputs are split follow from a rank's part."""
+    if engine.quantization == "auto":
+        return "auto"
+    return f"{engine.quantization} on {engine.parallel.tensor_parallel_size}"
 
 
 def _digest(content: bytes, *facts: object) -> str:

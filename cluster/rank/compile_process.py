@@ -334,7 +334,8 @@ def compile_for(job: CompileJob, progress: Progress, exchange: ArtifactExchange)
     scope = rank_scope(context, group, pools)
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):
-        model, model_config = blank_model(Path(config.model_path), shard=group.shard, dtype=dtype)
+        path, held = Path(config.model_path), config.quantization
+        model, model_config = blank_model(path, shard=group.shard, dtype=dtype, quantization=held)
         load_adapters(model, config.lora_paths)
     forward = StepForward(
         model,

@@ -147,4 +147,5 @@ def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:
         "model_sources": MODEL_SOURCES,
         "adapters": traced_layout(config.lora_paths),
         "packed_weights": str(can_pack(dtype, device)),
+        "quantization": config.quantization,
     }

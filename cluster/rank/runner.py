@@ -100,6 +100,7 @@ class ModelRunner:
                 device=self.device,
                 progress=None if progress is None else partial(progress, "loading weights"),
                 has_fp8_kv=config.cache.dtype == "fp8",
+                quantization=config.quantization,
             )
             load_adapters(self.model, config.lora_paths)
         num_data_ranks = 1 if self.shard.data is None else self.shard.data.size

@@ -23,6 +23,7 @@ from model.kernels.cpu.packed_linear import PackedWeight, can_pack, packed_linea
 from model.layers.lora import lora_add
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
+from model.quantization import integers_for
 
 
 class Linear(WeightedLayer):
@@ -39,6 +40,8 @@ class Linear(WeightedLayer):
         self, in_features: int, out_features: int, place: Placement, *, bias: bool
     ) -> None:
         super().__init__(place)
+        is_held_as = place.quantization if self.is_quantizable else "auto"
+        self._integers = integers_for(is_held_as, in_features)
         self.weight = self.declare(out_features, in_features)
         self.bias = self.declare(out_features) if bias else None
         for name in ("handle", "lora_a", "lora_b"):
@@ -48,8 +51,8 @@ class Linear(WeightedLayer):
         self._out_features = out_features
 
     def loaded(self, name: str) -> None:
-        if name == "weight" and can_pack(self.dtype, self.device):
-            self.replace_weight(PackedWeight(self.weight))
+        if name == "weight" and (self._integers or can_pack(self.dtype, self.device)):
+            self.replace_weight(PackedWeight(self.weight, self._integers))
 
     def replace_weight(self, packed: PackedWeight) -> None:
         """Compute with a packed weight from now on, and free the plain one."""

@@ -47,11 +47,12 @@ DIGEST_BYTES = 32
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
+    "quantized_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
     "communicator_sum": ([_POINTER] * 2 + [_SIZE], ctypes.c_int64),
     "communicator_sum_share": ([_POINTER] * 3 + [_SIZE] * 2, ctypes.c_int64),
 }
-"""Of the kernels that `run` does not call: a step knows most sizes of the first one beforehand."""
+"""Of the kernels that `run` does not call: a step knows most sizes of products beforehand."""
 _KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
 
 logger = logging.getLogger(__name__)

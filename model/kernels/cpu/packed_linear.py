@@ -13,12 +13,15 @@ built, never by a measurement, so a restart on the same machine rounds as the la
    element went (`_tiles_of`); where they cannot be found, oneDNN does all. Where AMX multiplies,
    the kernel takes one row of bfloat16 only.
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
+4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies.
+   Without the kernels a weight becomes float32 for each product.
 
 What the kernel makes of a row does not depend on the rows beside it, to the bit.
 
 Shapes: T tokens, I inputs, O outputs; a weight is [O, I]. Tiles are [O / N, I / P, N, P] with N
 outputs side by side and P elements in four bytes, both dimensions padded with zeros. A weight that
-oneDNN keeps transposed is one tile of all outputs, [1, I, O, 1].
+oneDNN keeps transposed is one tile of all outputs, [1, I, O, 1]. Tiles of integers are int32,
+[O / N, G, 1 + words, N], with G groups of inputs: a group's scales come first, in float32.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from compile.custom_op import direct_register_custom_op
 from compile.graphs.boundary import active, boundary
 from model.kernels.cpu.native import int64_array, native_function, native_library
 from model.kernels.sparse_mlp import Products
+from model.quantization import Integers
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 KERNEL_ROWS = 64
@@ -44,6 +49,11 @@ KERNEL_ROWS = 64
 TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
 """Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
+OUTPUTS_AT_ONCE = 256
+"""That become integers: what they take in float32 is bounded."""
+LARGEST = {8: 127.0, 4: 7.5}
+"""How many steps of a scale the largest number of its inputs is, by bits. Integers of four bits go
+from -8 to 7, so nothing is further than half a step from its integer."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +68,11 @@ class _Entry:
     tiles: torch.Tensor | None
     sizes: ctypes.Array[ctypes.c_int64] | None
     kernel_rows: int
+    integers: Integers | None = None
+
+    @property
+    def kernel(self) -> str:
+        return "packed_linear" if self.integers is None else "quantized_linear"
 
 
 _table: dict[int, _Entry] = {}
@@ -69,19 +84,23 @@ _indices = itertools.count()
 class PackedWeight:
     """Owns an entry of the table: it goes when its owner does."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """Pack a weight [O, I]; the plain one is not kept."""
+    def __init__(self, weight: torch.Tensor, integers: Integers | None = None) -> None:
+        """Pack a weight [O, I], as integers if they are given; the plain one is not kept."""
         index = next(_indices)
         self.handle = torch.tensor(index)
         packed, tiles, rows = None, None, sys.maxsize
-        if _is_ours(weight.dtype):
+        if integers is not None:
+            tiles = _pack_integers(weight, integers)
+            if native_function("quantized_linear", weight.dtype) is None:
+                rows = 0
+        elif _is_ours(weight.dtype):
             tiles = _pack(weight)
         else:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             tiles = _tiles_of(packed, weight)
             rows = _kernel_rows(tiles)
-        sizes = None if tiles is None else _sizes(tiles, weight)
-        entry = _Entry(weight.shape[0], packed, tiles, sizes, rows)
+        sizes = None if tiles is None else _sizes(tiles, weight, integers)
+        entry = _Entry(weight.shape[0], packed, tiles, sizes, rows, integers)
         _table[index] = _entry_at[self.handle.data_ptr()] = entry
         # It keeps the handle: as long as the address is in the table, it is the handle's.
         weakref.finalize(self, _forget, index, self.handle)
@@ -192,8 +211,50 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return tiles
 
 
-def _sizes(tiles: torch.Tensor, weight: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
+def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
+    library, (num_outputs, num_inputs) = native_library(), weight.shape
+    outputs = 16 if library is None else library.quantized_linear_tile()
+    groups, words = num_inputs // integers.group, -(-integers.group * integers.bits // 32)
+    tiles = torch.zeros(-(-num_outputs // outputs), groups, 1 + words, outputs, dtype=torch.int32)
+    scales, numbers = tiles[:, :, 0].view(torch.float32), tiles[:, :, 1:]
+    step = -(-OUTPUTS_AT_ONCE // outputs) * outputs
+    for start in range(0, num_outputs, step):
+        some = slice(start // outputs, (start + step) // outputs)
+        rows = weight[start : start + step].float().unflatten(1, (groups, -1))
+        rows = F.pad(rows, (0, words * 32 // integers.bits - integers.group))
+        rows = F.pad(rows, (0, 0, 0, 0, 0, -len(rows) % outputs))
+        shared = rows.abs().amax(-1, keepdim=True) / LARGEST[integers.bits]
+        rows = (rows / torch.where(shared > 0, shared, 1.0)).round_()
+        most = 1 << (integers.bits - 1)
+        kept = rows.clamp_(-most, most - 1).to(torch.int8)
+        if integers.bits == 4:
+            kept = (kept[..., 0::2] & 15) | (kept[..., 1::2] << 4)
+        in_tiles = (-1, outputs)
+        numbers[some] = kept.view(torch.int32).unflatten(0, in_tiles).permute(0, 2, 3, 1)
+        scales[some] = shared.squeeze(-1).unflatten(0, in_tiles).transpose(1, 2)
+    return tiles
+
+
+def _widened(entry: _Entry) -> torch.Tensor:
+    """Return a weight of integers as float32 [O, I]."""
+    assert entry.integers is not None and entry.tiles is not None
+    scales, words = entry.tiles[:, :, 0].view(torch.float32), entry.tiles[:, :, 1:]
+    blocks, groups, _, outputs = words.shape
+    numbers = words.permute(0, 3, 1, 2).flatten().view(torch.int8)
+    if entry.integers.bits == 4:
+        numbers = torch.stack(((numbers << 4) >> 4, numbers >> 4), -1).flatten(-2)
+    numbers = numbers.view(blocks, outputs, groups, -1)[..., : entry.integers.group]
+    weight = numbers.float() * scales.transpose(1, 2).unsqueeze(-1)
+    return weight.flatten(2).flatten(0, 1)[: entry.out_features]
+
+
+def _sizes(
+    tiles: torch.Tensor, weight: torch.Tensor, integers: Integers | None = None
+) -> ctypes.Array[ctypes.c_int64]:
     num_outputs, num_inputs = weight.shape
+    if integers is not None:
+        _, groups, words, _ = tiles.shape
+        return int64_array(num_inputs, num_outputs, groups, words - 1, integers.bits)
     _, words, tile_outputs, per_word = tiles.shape
     return int64_array(num_inputs, num_outputs, tile_outputs, words * per_word, per_word)
 
@@ -238,7 +299,10 @@ def _product(
 ) -> torch.Tensor:
     kernel = None
     if x.shape[0] <= entry.kernel_rows:
-        kernel = native_function("packed_linear", x.dtype)
+        kernel = native_function(entry.kernel, x.dtype)
+    if kernel is None and entry.integers is not None:
+        wide = F.linear(x.float(), _widened(entry), None if bias is None else bias.float())
+        return wide.to(x.dtype) if out is None else out.copy_(wide)
     if kernel is None:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, entry.packed, bias, "none", [], ""

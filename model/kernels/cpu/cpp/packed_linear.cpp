@@ -12,11 +12,7 @@
 // An output is the sum of its products in the order of the inputs, however many rows there are and
 // whichever thread adds them up: a row's result does not depend on the rows beside it.
 
-#include <algorithm>
-#include <atomic>
-#include <vector>
-
-#include "simd.h"
+#include "panels.h"
 
 namespace {
 
@@ -44,54 +40,6 @@ bool prefers_wide() {
   return false;
 #endif
 }
-
-// A vector of words is multiplied in STEPS, in the order of the inputs: each multiplies a Part of it
-// with one Input of a row. A processor that multiplies pairs of bfloat16 takes a word in one step.
-template <class T>
-struct Words {
-  static constexpr int STEPS = 4 / sizeof(T);
-  typedef float Input;
-  typedef f32v Part;
-};
-
-inline void split(const float* w, f32v (&parts)[1]) { parts[0] = load(w); }
-
-#if defined(__AVX512BF16__)
-
-template <>
-struct Words<bf16> {
-  static constexpr int STEPS = 1;
-  typedef uint32_t Input;
-  typedef u32v Part;
-};
-
-inline void split(const bf16* w, u32v (&parts)[1]) { memcpy(parts, w, sizeof parts); }
-
-// What a row [inputs] has for step i, zeros behind the inputs.
-inline uint32_t input_at(const bf16* x, int64_t i, int64_t inputs) {
-  const uint32_t high = 2 * i + 1 < inputs ? x[2 * i + 1].bits : 0;
-  return 2 * i < inputs ? high << 16 | x[2 * i].bits : 0;
-}
-
-#else
-
-inline void split(const bf16* w, f32v (&parts)[2]) {
-  u32v pairs;
-  memcpy(&pairs, w, sizeof pairs);
-  parts[0] = (f32v)(pairs << 16);
-  parts[1] = (f32v)(pairs & 0xffff0000u);
-}
-
-inline float input_at(const bf16* x, int64_t i, int64_t inputs) {
-  return i < inputs ? to_float(x[i]) : 0.0f;
-}
-
-#endif
-
-inline float input_at(const float* x, int64_t i, int64_t inputs) { return i < inputs ? x[i] : 0.0f; }
-
-template <class T>
-using Input = typename Words<T>::Input;
 
 // COUNT column blocks of `size` elements each. x: [words * STEPS]; sums: [COUNT * VECTORS * LANES].
 template <class T, int VECTORS, int64_t AHEAD, int COUNT>
@@ -128,7 +76,7 @@ void linear(const T* x, const T* w, const T* bias, T* out, const int64_t* sizes,
   constexpr int64_t N = VECTORS * LANES, ROOM = std::max(REGISTERS / 2 / VECTORS, 1);
   constexpr int64_t STREAMS = std::min<int64_t>(Reading::STREAMS, ROOM);
   std::vector<Input<T>> row(steps);
-  for (int64_t i = 0; i < steps; i++) row[i] = input_at(x, i, inputs);
+  for (int64_t i = 0; i < steps; i++) row[i] = Words<T>::input_at(x, i, inputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t first = 0; first < outputs; first += STREAMS * N) {
     float sums[STREAMS * N];
@@ -149,78 +97,6 @@ void linear_as_read_best(const T* x, const T* w, const T* bias, T* out, const in
 }
 
 // --- many rows ----------------------------------------------------------------------------------
-//
-// Rows are taken in chunks, a chunk's inputs in blocks: of a column of WIDTH outputs, one block's
-// words stay in the first cache while every panel of rows meets them, and the panels of a block stay
-// in the second while a group of columns does (Goto and van de Geijn, 2008). Up to CHUNK rows, the
-// weight comes from memory once.
-//
-// While a block is multiplied, the next one is asked for, by each panel an equal part: memory and
-// multiplication take as long as the slower of the two, not as both. That is why a thread claims its
-// next group of columns before it begins one.
-
-constexpr int SIDE = 2;
-constexpr int64_t WIDTH = SIDE * LANES;
-// With SIDE vectors each, the sums of a panel's rows leave registers for two words and an input.
-constexpr int PANEL = REGISTERS == 32 ? 12 : 6;
-constexpr int64_t CHUNK = 96, BLOCK = 256, GROUP = REGISTERS == 32 ? 2 : 6;
-constexpr int MOST_COLUMNS = REGISTERS == 32 ? 2 : 3;
-constexpr int64_t LINE = 64;
-
-// Rows [ROWS, stride] as a panel [steps, ROWS].
-template <class T, int ROWS>
-void fill_panel(const T* x, int64_t stride, int64_t inputs, int64_t steps, Input<T>* panel) {
-  for (int64_t i = 0; i < steps; i++)
-    for (int r = 0; r < ROWS; r++) panel[i * ROWS + r] = input_at(x + r * stride, i, inputs);
-}
-
-// Which words of the next block are asked for: `first` and every `every`th from there, each `ahead`
-// elements behind the one of this block.
-struct Request {
-  int64_t ahead, first, every;
-};
-
-// Adds the products of a panel [words * STEPS, ROWS] with COLUMNS columns to sums
-// [COLUMNS][ROWS, WIDTH]. step: elements from one word of a column to its next.
-template <class T, int ROWS, int COLUMNS>
-void multiply(const Input<T>* panel, const T* const* columns, int64_t step, int64_t words,
-              Request request, float* const* sums) {
-  constexpr int P = 4 / sizeof(T), STEPS = Words<T>::STEPS;
-  f32v acc[COLUMNS][ROWS][SIDE];
-  for (int c = 0; c < COLUMNS; c++) memcpy(acc[c], sums[c], sizeof acc[c]);
-  for (int64_t word = 0; word < words; word++, panel += STEPS * ROWS) {
-    const bool asks = word == request.first;
-    if (asks) request.first += request.every;
-#pragma GCC unroll 4
-    for (int c = 0; c < COLUMNS; c++) {
-      const T* at = columns[c] + word * step;
-      if (asks)
-        for (int64_t i = 0; i < WIDTH * P; i += LINE / (int64_t)sizeof(T))
-          __builtin_prefetch(at + request.ahead + i, 0, 2);
-      typename Words<T>::Part parts[SIDE][STEPS];
-      for (int v = 0; v < SIDE; v++) split(at + v * LANES * P, parts[v]);
-#pragma GCC unroll 2
-      for (int s = 0; s < STEPS; s++)
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-          for (int v = 0; v < SIDE; v++)
-            acc[c][r][v] = add_product(acc[c][r][v], parts[v][s], panel[s * ROWS + r]);
-    }
-  }
-  for (int c = 0; c < COLUMNS; c++) memcpy(sums[c], acc[c], sizeof acc[c]);
-}
-
-// Few rows leave registers for several columns, whose sums then need not wait for one another.
-template <int ROWS, class T>
-void multiply_all(const Input<T>* panel, const T* const* columns, int64_t count, int64_t step,
-                  int64_t words, Request request, float* const* sums) {
-  constexpr int COLUMNS = std::min(PANEL / ROWS, MOST_COLUMNS);
-  int64_t c = 0;
-  for (; c + COLUMNS <= count; c += COLUMNS)
-    multiply<T, ROWS, COLUMNS>(panel, columns + c, step, words, request, sums + c);
-  for (; c < count; c++) multiply<T, ROWS, 1>(panel, columns + c, step, words, request, sums + c);
-}
 
 // The words of a column as float32, [words * P, WIDTH]; the next block's are asked for.
 template <class T>
@@ -236,27 +112,10 @@ void widen_column(const T* at, int64_t step, int64_t words, int64_t ahead, float
   }
 }
 
-// Calls f with `rows` as a constant.
-template <int ROWS = PANEL, class F>
-inline void with_rows(int64_t rows, F f) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) return f(std::integral_constant<int, ROWS>());
-    with_rows<ROWS - 1>(rows, f);
-  }
-}
-
-// As few panels as can be, of nearly equal size: PANEL rows or less.
-struct Panels {
-  int64_t rows, count = (rows + PANEL - 1) / PANEL;
-
-  int64_t start(int64_t i) const { return rows / count * i + std::min(i, rows % count); }
-};
-
 template <class T>
 struct Many {
   static constexpr int P = 4 / sizeof(T), STEPS = Words<T>::STEPS;
   const T *w, *bias;
-  T* out;
   int64_t outputs, tile, words, columns_per_tile;
 
   const T* column(int64_t i) const {
@@ -302,13 +161,8 @@ struct Many {
         multiply_panels(columns + c, c, at_once, step, n, true);
       }
     }
-    for (int64_t c = 0; c < count; c++) {
-      const int64_t o = (first + c) * WIDTH, n = std::min(WIDTH, outputs - o);
-      for (int64_t r = 0; r < split.rows; r++)
-        for (int64_t i = 0; i < n; i++)
-          from_float(sums[c][r * WIDTH + i] + (bias ? to_float(bias[o + i]) : 0.0f),
-                     to + r * outputs + o + i);
-    }
+    for (int64_t c = 0; c < count; c++)
+      store_column(sums[c], split.rows, bias, (first + c) * WIDTH, outputs, to);
   }
 };
 
@@ -316,41 +170,10 @@ template <class T>
 void many(const T* x, int64_t rows, int64_t stride, const T* w, const T* bias, T* out,
           const int64_t* sizes, int64_t threads) {
   const int64_t inputs = sizes[0], outputs = sizes[1], tile = sizes[2];
-  const int64_t words = sizes[3] / Many<T>::P, steps = words * Many<T>::STEPS;
-  const Many<T> product{w, bias, out, outputs, tile, words, tile / WIDTH};
-  const int64_t columns = (outputs + WIDTH - 1) / WIDTH;
-  // Whole tiles, and several groups for each thread: one that has lost its core takes fewer.
-  const int64_t per_tile = product.columns_per_tile;
-  const int64_t share = std::min(GROUP, columns / (4 * threads));
-  const int64_t size = std::max<int64_t>(share / per_tile, 1) * per_tile;
-  const int64_t groups = (columns + size - 1) / size;
-  static thread_local std::vector<Input<T>> scratch;
-  scratch.resize(std::max<size_t>(scratch.size(), std::min(CHUNK, rows) * steps));
-  Input<T>* panels = scratch.data();
-  // The groups of all chunks, in their order. What a thread claims last belongs to the next chunk.
-  std::atomic<int64_t> unclaimed{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    int64_t group = unclaimed++;
-    for (int64_t first = 0, end = groups; first < rows; first += CHUNK, end += groups) {
-      const Panels split{std::min(CHUNK, rows - first)};
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < split.count; i++) {
-        const int64_t row = split.start(i);
-        with_rows(split.start(i + 1) - row, [&](auto count) {
-          fill_panel<T, count()>(x + (first + row) * stride, stride, inputs, steps,
-                                 panels + row * steps);
-        });
-      }
-      while (group < end) {
-        const int64_t next = unclaimed++, c = group % groups * size;
-        product.group(panels, split, c, std::min(size, columns - c), next % groups * size,
-                      out + first * outputs);
-        group = next;
-      }
-#pragma omp barrier
-    }
-  }
+  const int64_t words = sizes[3] / Many<T>::P, per_tile = tile / WIDTH;
+  const Many<T> product{w, bias, outputs, tile, words, per_tile};
+  multiply_rows<T>(product, x, rows, stride, inputs, words * Many<T>::STEPS, out, outputs, per_tile,
+                   threads);
 }
 
 // --- transposed weights -------------------------------------------------------------------------
