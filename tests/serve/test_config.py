@@ -322,6 +322,18 @@ def test_kv_is_fp8_where_it_is_asked_for_or_the_checkpoint_is_made_for_it(
     assert len({hashes_of(raw) for raw in same}) == 1
 
 
+@pytest.mark.feature("S08", "X08")
+def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
+    """Each rounds its part of a layer's inputs."""
+
+    def numerics(size: int, kind: str) -> str:
+        sizes = {f"{pool}.tensor_parallel_size": size for pool in ("prefill", "decode")}
+        return hashes_of({"device": "cpu", "quantization": kind, **sizes})[0]
+
+    assert numerics(1, "auto") == numerics(2, "auto")
+    assert len({numerics(size, kind) for size in (1, 2) for kind in ("int8", "int4")}) == 4
+
+
 # Bad arguments.
 
 
@@ -345,7 +357,7 @@ KV = {
 """Other KV alone: streams go on at the successor, which computes them."""
 BOTH = {
     **{"model": "tuned", "dtype": "float32", "kv_cache_dtype": "fp8"},
-    "lora_modules": "one=adapter",
+    **{"lora_modules": "one=adapter", "quantization": "int8"},
 }
 NEITHER = {
     **{
@@ -407,7 +419,7 @@ def test_an_argument_changes_what_decides_tokens_or_kv(
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(tiny_checkpoint, tmp_path / "tuned")
     (tmp_path / "tuned" / "more.json").write_text("{}")
-    shared: dict[str, Any] = {"device": "cuda"}
+    shared: dict[str, Any] = {"device": "cpu" if name == "quantization" else "cuda"}
     pool, _, setting = name.partition(".")
     if pool == "mixed":
         shared |= MIXED
@@ -457,6 +469,11 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         *(
             ({"kv_cache_dtype": kind}, "kv_cache_dtype: wanted auto, fp8 or fp8_e4m3, found")
             for kind in ("fp8_e5m2", "fp8_inc", "int8", "bfloat16")
+        ),
+        ({"quantization": "fp8"}, "quantization: wanted auto, int8 or int4, found 'fp8'"),
+        (
+            {"device": "cuda", "quantization": "int4"},
+            "quantization: wanted auto with device=cuda (kernels for integers are built for CPUs",
         ),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
         ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),

@@ -23,6 +23,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,14 @@ def build_library(directory: Path, exchange: ArtifactExchange | None = None) -> 
 def _built(compiler: str, directory: Path) -> bytes:
     """Build the library, and return it with a checksum at its end, where no loader reads."""
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        library, objects = Path(scratch) / "kernels.so", []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            objects.append(str(library.with_name(f"{source.stem}.o")))
-            _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+        library, sources = Path(scratch) / "kernels.so", sorted(SOURCES.glob("*.cpp"))
+        objects = [str(library.with_name(f"{source.stem}.o")) for source in sources]
+        commands = [
+            [compiler, *FLAGS, "-c", str(source), "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
         _run([compiler, "-shared", *objects, "-o", str(library)])
         data = library.read_bytes()
     return data + _digest(data)

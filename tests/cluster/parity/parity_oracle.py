@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +317,17 @@ class Oracle:
         if not self.adapters:
             self.adapters, self.merged = two_adapters(self.path, self.model)
 
+    def with_integers(self, held: str, ranks: int) -> Oracle:
+        """Return one of the weights that so many ranks hold as integers, adapters added to them."""
+        from integers import rounded_model
+
+        model, merged = rounded_model(self.model, held, ranks), copy.deepcopy(self.merged)
+        with torch.no_grad():
+            for each in merged:
+                for weight, plain, found in zip(*parameters(each, self.model, model), strict=True):
+                    weight += found - plain
+        return replace(self, model=model, merged=merged)
+
     @torch.inference_mode()
     def check_greedy(self, prompt: list[int], output: list[int], lora: int = 0) -> None:
         """Compare greedy tokens, teacher-forced after a tie.
@@ -363,6 +376,10 @@ class Oracle:
         print(f"{self.num_compared} tokens compared, {self.num_ties} ties")
         most = FP8_MAX_TIES if self.has_fp8_kv else MAX_TIES
         assert self.num_ties <= max(1, self.num_compared * most)
+
+
+def parameters(*models: Any) -> Iterator[Iterator[Any]]:
+    return (model.parameters() for model in models)
 
 
 def new_oracle(path: Path, name: str) -> Oracle:

@@ -17,6 +17,7 @@ from cluster.wire.messages import EngineOutput, GenerateRequest, StepKind
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 from model.config import ModelConfig
+from model.quantization import Held
 
 NUM_TOKENS = 64
 SEEDED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1}
@@ -131,6 +132,8 @@ class Row:
     """The oracle is transformers with a cache of what e4m3 holds."""
     has_adapters: bool = False
     """Requests take turns: none, the first adapter, the second. The oracle has them merged."""
+    held: Held = "auto"
+    """What linear layers hold. The oracle's have the numbers that it stands for."""
 
     @property
     def id(self) -> str:
@@ -141,6 +144,7 @@ class Row:
         words += ["overlapped"] * self.overlap + ["scored"] * self.scores
         words += [f"{self.drafts} drafts"] * (self.drafts > 0)
         words += ["fp8_kv"] * self.has_fp8_kv + ["adapters"] * self.has_adapters
+        words += [self.held] * (self.held != "auto")
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property
@@ -153,8 +157,13 @@ class Row:
 
     def alone(self) -> Row:
         """Return what has the same requests on one eager rank."""
-        kept = {"has_fp8_kv": self.has_fp8_kv, "has_adapters": self.has_adapters}
-        return Row(self.shape, self.load, **kept)
+        return Row(
+            self.shape,
+            self.load,
+            has_fp8_kv=self.has_fp8_kv,
+            has_adapters=self.has_adapters,
+            held=self.held,
+        )
 
     def requests(self, oracle: Any) -> list[Request]:
         requests = LOADS[self.load].requests(oracle)
@@ -195,6 +204,7 @@ class Row:
             transfer=TransferConfig(self.kv or "auto"),
             overlap=self.overlap,
             speculation=speculation,
+            quantization=self.held,
             lora_modules=tuple(LoraModule(path.name, str(path)) for path in oracle.adapters)
             if self.has_adapters
             else (),

@@ -16,6 +16,7 @@ from parity_oracle import SHAPES, SLOW_SHAPES, SPARSE, features_of
 from parity_rows import LOADS, Row
 
 from compile.config import CUDAGraphMode
+from model.quantization import Held
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -292,6 +293,31 @@ def adapted(row: Row, is_slow: bool = False) -> Any:
     return case(replace(row, has_adapters=True), "S10", is_slow)
 
 
+def integers() -> Iterator[Any]:
+    """Linear layers hold integers: tokens are those of a model with the numbers they stand for."""
+    for shape in COMPILED:
+        yield held("int8", Row(shape, "everything"), shape in SLOW_COMPILED)
+        yield held("int4", Row(shape, "run down", mode=FULL), shape not in BOTH_ATTENTIONS)
+    for shape in ("mistral window 13 wide heads", "qwen2 tied"):
+        yield held("int4", Row(shape, "few"))
+    for kind in ("int8", "int4"):
+        traced = Row("six heads", "run down", level=3, mode=BOTH)
+        yield held(kind, replace(traced, compiler="eager"), kind == "int8")
+        compiled = Row("qwen2 tied", "run down", 2, level=3, mode=BOTH)
+        yield held(kind, compiled, True)
+        yield held(kind, replace(compiled, compiler="eager"), kind == "int4")
+        yield held(kind, Row("one kv head", "few", 2, mode=DECODE_ONLY), kind == "int8")
+        yield held(kind, Row("deepseek3 groups", "few", 2), True)
+        yield held(kind, Row("mixtral tied eight experts", "run down", 1, 2), True)
+    yield held("int4", Row("six heads", "few", kv="shm"))
+    yield held("int8", Row("six heads", "run down", has_adapters=True, mode=FULL))
+    yield held("int4", Row("one kv head", "few", 2, has_adapters=True), True)
+
+
+def held(kind: Held, row: Row, is_slow: bool = False) -> Any:
+    return case(replace(row, held=kind), "S08", is_slow)
+
+
 ROWS = [
     *one_rank(),
     *compiled(),
@@ -303,6 +329,7 @@ ROWS = [
     *drafting(),
     *fp8_kv(),
     *adapters(),
+    *integers(),
 ]
 
 

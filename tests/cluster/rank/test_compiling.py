@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank import compiling
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
-from compile.config import AttentionGraphSupport, CUDAGraphMode
+from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
 from compile.pieces.diagnose import GraphBreakError
 from compile.scope import CompileScope
 from model.parallel import Shard
+from model.quantization import Held
 
 
 def scope_of(
@@ -123,6 +125,19 @@ def test_neither_role_nor_rank_nor_sizes_of_graphs_are_in_the_key(tiny_checkpoin
     prefill = scope_of(tiny_checkpoint, Role.PREFILL, level=3, capture_num_tokens=(64,))
     assert decode.key_factors == prefill.key_factors
     assert str(tiny_checkpoint) not in str(decode.key_factors)
+
+
+@pytest.mark.feature("S08")
+def test_what_linear_layers_hold_is_in_the_key(tiny_checkpoint: Path) -> None:
+    kinds: tuple[Held, ...] = ("auto", "int8", "int4")
+    pools = graph_pools(CompilationConfig(), torch.device("cpu"))
+    group = GroupMembership(None, Shard())
+    factors = []
+    for kind in kinds:
+        config = replace(config_of(tiny_checkpoint, max_num_batched_tokens=64), quantization=kind)
+        factors.append(rank_scope(RankContext(config), group, pools).key_factors)
+    assert len({str(found) for found in factors}) == len(kinds)
+    assert all(found.keys() == factors[0].keys() for found in factors)
 
 
 def wrapped(inner: Exception) -> Exception:
