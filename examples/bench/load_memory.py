@@ -1,11 +1,12 @@
 """Private memory of a rank while it loads, against the bytes of its slice.
 
     python examples/bench/load_memory.py [--gigabytes 2] [--ranks 2] [--dtype bfloat16]
-        [--hidden 2048] [--vocab 32000] [--tied]
+        [--hidden 2048] [--vocab 32000] [--tied] [--quantization auto]
 
 A random Llama checkpoint in files of 256 MB is written to a temporary directory and loaded by one
 rank in a fresh process. The parent reads its RssAnon and RssShmem a thousand times a second;
-pages of the checkpoint are mapped from its files and are not private.
+pages of the checkpoint are mapped from its files and are not private. With `--quantization` the rank
+holds integers; the slice is still that of numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from model.weights import load_model
 from model.parallel import Placement, Shard
 
 torch.set_num_threads(1)
-path, rank, ranks, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+path, rank, ranks, dtype, held = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
 dtype = getattr(torch, dtype)
 # What a process allocates once, however small its model: the kernels and oneDNN's own code.
 native_library()
@@ -47,7 +48,8 @@ small.allocate("weight").zero_()
 small.loaded("weight")
 print("ready", can_pack(dtype, torch.device("cpu")), flush=True)
 sys.stdin.readline()
-model, _ = load_model(path, shard=Shard(rank, ranks), dtype=dtype, device="cpu")
+shard = Shard(rank, ranks)
+model, _ = load_model(path, shard=shard, dtype=dtype, device="cpu", quantization=held)
 print(sum(p.nbytes for p in model.parameters()), flush=True)
 sys.stdin.readline()
 """
@@ -62,12 +64,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--quantization", default="auto", choices=("auto", "int8", "int4"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         shape = {"hidden": options.hidden, "vocab": options.vocab, "tied": options.tied}
         write_checkpoint(path, int(options.gigabytes * 1e9), **shape)
-        print(json.dumps(measure(path, options.ranks, options.dtype)))
+        kinds = (options.dtype, options.quantization)
+        print(json.dumps(measure(path, options.ranks, *kinds)))
 
 
 def write_checkpoint(path: Path, num_bytes: int, *, hidden: int, vocab: int, tied: bool) -> None:
@@ -127,9 +131,11 @@ def _write_files(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def measure(path: Path, ranks: int, dtype: str, rank: int = 0) -> dict[str, float | bool]:
+def measure(
+    path: Path, ranks: int, dtype: str, held: str, rank: int = 0
+) -> dict[str, float | bool]:
     """Load one rank's slice in a fresh process and return slice, peak and rest in bytes."""
-    command = [sys.executable, "-c", CHILD, str(path), str(rank), str(ranks), dtype]
+    command = [sys.executable, "-c", CHILD, str(path), str(rank), str(ranks), dtype, held]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as child:
         assert child.stdin is not None and child.stdout is not None

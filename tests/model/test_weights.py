@@ -363,16 +363,32 @@ ALLOWANCE = 8 * 2**20
 """What any model costs: rotary tables, and safetensors' copy of a slice that is cut by columns."""
 
 
+def loading(*options: str) -> dict[str, Any]:
+    """Return what a load of 0.2 GB takes."""
+    command = [sys.executable, str(BENCH), "--gigabytes", "0.2", "--ranks", "1", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_peak_is_the_slice_and_little_more(dtype: str) -> None:
     # What is not packed, as float16 is nowhere: there the plain parameters are the slice.
-    command = [sys.executable, str(BENCH), "--gigabytes", "0.2", "--dtype", dtype]
     # A head of a quarter of the model: two copies of it beside all the rest would show.
-    shape = ["--hidden", "1024", "--vocab", "24000", "--ranks", "1"]
-    done = subprocess.run([*command, *shape], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = loading("--dtype", dtype, "--hidden", "1024", "--vocab", "24000")
     assert found["packed"] == can_pack(getattr(torch, dtype), torch.device("cpu"))
     assert 180e6 < found["slice_bytes"] < 220e6
     assert found["peak_bytes"] > 0.95 * found["slice_bytes"]
     assert found["peak_bytes"] < 1.15 * found["slice_bytes"] + ALLOWANCE
+
+
+@pytest.mark.feature("S08")
+@pytest.mark.parametrize(
+    ("kind", "share"), [pytest.param("int8", 1 / 2, marks=pytest.mark.slow), ("int4", 1 / 4)]
+)
+def test_peak_with_integers_is_what_they_take_and_little_more(kind: str, share: float) -> None:
+    found = loading("--hidden", "1024", "--vocab", "1000", "--tied", "--quantization", kind)
+    assert found["peak_bytes"] > 0.9 * share * found["slice_bytes"]
+    # One layer's weight in numbers, too.
+    assert found["peak_bytes"] < (1.15 * share + 0.08) * found["slice_bytes"] + ALLOWANCE

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from integers import rounded_model
 
 from serve.llm import LLM, SamplingParams, StructuredOutputsParams
 from serve.pools import job_group
@@ -59,6 +63,22 @@ def test_several_ranks_answer_as_one_does(start: Callable[..., LLM]) -> None:
     assert all(inbox.startswith("tcp://127.0.0.1:") for inbox in group._core.group.inboxes)
     wanted = answers(LLM(**OPTIONS))
     assert answers(llm) == wanted
+
+
+@pytest.mark.feature("S08", "R05")
+@pytest.mark.parametrize("held", ["int8", "int4"])
+def test_ranks_that_hold_integers_answer_as_a_model_of_them(
+    held: str, start: Callable[..., LLM], tiny_checkpoint: Path
+) -> None:
+    llm = start(tensor_parallel_size=2, quantization=held)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24)
+    outputs = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:4], params)]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    model = rounded_model(plain, held, 2)
+    for prompt, tokens in zip(PROMPTS[:4], outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
 
 
 @pytest.mark.feature("R05")

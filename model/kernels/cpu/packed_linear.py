@@ -30,6 +30,8 @@ import ctypes
 import functools
 import itertools
 import logging
+import math
+import mmap
 import sys
 import weakref
 from dataclasses import dataclass
@@ -49,7 +51,7 @@ KERNEL_ROWS = 64
 TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
 """Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
-OUTPUTS_AT_ONCE = 256
+OUTPUTS_AT_ONCE = 64
 """That become integers: what they take in float32 is bounded."""
 LARGEST = {8: 127.0, 4: 7.5}
 """How many steps of a scale the largest number of its inputs is, by bits. Integers of four bits go
@@ -215,7 +217,10 @@ def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
     library, (num_outputs, num_inputs) = native_library(), weight.shape
     outputs = 16 if library is None else library.quantized_linear_tile()
     groups, words = num_inputs // integers.group, -(-integers.group * integers.bits // 32)
-    tiles = torch.zeros(-(-num_outputs // outputs), groups, 1 + words, outputs, dtype=torch.int32)
+    size = (-(-num_outputs // outputs), groups, 1 + words, outputs)
+    # Zeros in a mapping of their own: in the heap, what is freed below would leave gaps between.
+    memory = mmap.mmap(-1, 4 * math.prod(size))
+    tiles = torch.frombuffer(memory, dtype=torch.int32).view(size)
     scales, numbers = tiles[:, :, 0].view(torch.float32), tiles[:, :, 1:]
     step = -(-OUTPUTS_AT_ONCE // outputs) * outputs
     for start in range(0, num_outputs, step):
