@@ -5,8 +5,8 @@
 
 A random Llama checkpoint in files of 256 MB is written to a temporary directory and loaded by one
 rank in a fresh process. The parent reads its RssAnon and RssShmem a thousand times a second;
-pages of the checkpoint are mapped from its files and are not private. With `--quantization` the rank
-holds integers; the slice is still that of numbers.
+pages of the checkpoint are mapped from its files and are not private. With `--quantization` the
+rank holds integers; the slice is still that of numbers.
 """
 
 from __future__ import annotations

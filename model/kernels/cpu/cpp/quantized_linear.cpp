@@ -123,6 +123,8 @@ struct Quantized {
   // What parts of words are as plain words.
   typedef std::conditional_t<std::is_same_v<Part, f32v>, float, bf16> Wide;
   static constexpr int STEPS = Words<Word>::STEPS;
+  // Rows that words are widened for in registers: tables take room there, which sums of many want.
+  static constexpr int64_t FEW = STEPS == 2 ? 4 : PANEL;
   // Bytes at which words are asked for before they are read.
   static constexpr int64_t AHEAD = 4096;
   static constexpr int64_t BLOCK_WORDS = BLOCK * BITS / 32;
@@ -149,10 +151,11 @@ struct Quantized {
         std::fill(sums[c], sums[c] + size, 0.0f);
       }
       // A single panel meets each word once; others share what has been widened.
-      const int64_t most = split.count > 1 ? BLOCK_WORDS : words;
+      const bool is_few = split.rows <= FEW;
+      const int64_t most = is_few ? words : BLOCK_WORDS;
       for (int64_t start = 0; start < words; start += most) {
         const int64_t n = std::min(most, words - start), from = (g * words + start) * STEPS;
-        if (split.count == 1) {
+        if (is_few) {
           multiply_panel(panels, 0, split.rows, from, at, 0, count, n, sums);
         } else {
           for (int64_t c = 0; c < count; c++) {
@@ -183,8 +186,8 @@ struct Quantized {
                       float (*sums)[CHUNK * WIDTH]) const {
     float* part[GROUP];
     for (int64_t s = 0; s < count; s++) part[s] = sums[c + s] + first * WIDTH;
-    with_rows(count_rows, [&](auto rows) {
-      constexpr bool is_stored = std::is_same_v<W, Word>;
+    constexpr bool is_stored = std::is_same_v<W, Word>;
+    with_rows<is_stored ? FEW : PANEL>(count_rows, [&](auto rows) {
       const Request request = is_stored ? Request{AHEAD / 4, 0, 1} : Request{0, -1, 0};
       const Input<Word>* panel = panels + first * groups * words * STEPS + from * rows();
       constexpr int64_t STEP = WIDTH * 4 / sizeof(W);
