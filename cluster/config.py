@@ -63,6 +63,14 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     dtype: Literal["auto", "fp8"] = "auto"
     """fp8: e4m3, by the checkpoint's scales; auto: as the engine computes."""
+    has_mtp: bool = False
+    """KV of the checkpoint's MTP layer lies beside the model's: each step runs that layer too, and
+    drafts come from it where tokens are drafted."""
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens behind a token that its KV follows from, too."""
+        return int(self.has_mtp)
 
 
 @dataclass(frozen=True)

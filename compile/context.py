@@ -49,6 +49,51 @@ class DPMetadata:
         return tuple(max(1, min(max_chunk, n - before)) for n in self.num_tokens_across_dp)
 
 
+@dataclass(frozen=True)
+class SpecDecodeMetadata:
+    """What stands behind a step's tokens, drafts and drawn ones, for the layer that drafts (names
+    as in vLLM and ATOM). All tensors are int64. D sequences that draw, N tokens that are drawn, K
+    draft tokens that they are compared with."""
+
+    num_draft_tokens: torch.Tensor
+    """[D]; 0: none."""
+    cu_num_draft_tokens: torch.Tensor
+    """[D]: their running sum."""
+    draft_token_ids: torch.Tensor
+    """[K]"""
+    target_logits_indices: torch.Tensor
+    """[K]: which of the drawn tokens each is compared with."""
+    bonus_logits_indices: torch.Tensor
+    """[D]: which of the drawn tokens is behind all of a sequence's draft."""
+    logits_indices: torch.Tensor
+    """[N]: of the step's tokens those behind which one is drawn."""
+    known_indices: torch.Tensor
+    """Of the step's tokens those at the end of a chunk behind which none is."""
+    known_token_ids: torch.Tensor
+    """What is behind them in the prompt, to be computed in the next step."""
+
+    def last_accepted(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Return which of the step's tokens is each sequence's last one that holds: int64 [D]. A
+        draft token holds if it was drawn, and all before it. drawn: int64 [N]"""
+        num_right = self.num_draft_tokens
+        if len(self.draft_token_ids):
+            places = torch.arange(len(self.draft_token_ids), device=drawn.device)
+            of = torch.searchsorted(self.cu_num_draft_tokens, places, right=True)
+            in_draft = places - (self.cu_num_draft_tokens - self.num_draft_tokens)[of]
+            is_wrong = drawn[self.target_logits_indices] != self.draft_token_ids
+            ends = torch.where(is_wrong, in_draft, self.num_draft_tokens[of])
+            num_right = num_right.scatter_reduce(0, of, ends, "amin")
+        return self.logits_indices[self.bonus_logits_indices - self.num_draft_tokens + num_right]
+
+    def token_ids_behind(self, input_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """Return what is behind each of the step's tokens; anything behind padding. input_ids:
+        int64 [T]; drawn: int64 [N]"""
+        behind = input_ids.roll(-1)
+        behind[self.logits_indices] = drawn
+        behind[self.known_indices] = self.known_token_ids
+        return behind
+
+
 ReplayPart: TypeAlias = Callable[[Callable[[], None]], None]
 """Calls what replays a graph, or one captured part of it."""
 
@@ -65,7 +110,7 @@ class Context:
     batch_size: int = 0
     graph_bs: int = 0
     is_draft: bool = False
-    """The forward is a draft model's. None is built yet: drafts come from a sequence's own text."""
+    """The forward is that of the layer that drafts, behind the model's."""
     positions: torch.Tensor | None = field(default=None, compare=False)
     """int64 [tokens]: the position of each token in its sequence."""
 
@@ -97,8 +142,8 @@ class ForwardContext:
     """Token counts of the data-parallel ranks; None if there is one."""
     adapters: torch.Tensor | None = None
     """int32 [tokens]: the LoRA adapter of each, from 1 on, 0 for none; None if there are none."""
-    spec_decode_metadata: Any = None
-    """Draft tokens of a speculating step."""
+    spec_decode_metadata: SpecDecodeMetadata | None = None
+    """What follows the step's tokens; None unless a layer drafts, or in a step of padding."""
     batch_descriptor: BatchDescriptor | None = None
     """The graph to capture or replay; None if the step runs eagerly."""
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE

@@ -85,6 +85,8 @@ def load_adapters(model: CausalLM, paths: Sequence[str]) -> None:
     homes: dict[Linear, list[WeightSlice]] = {}
     for piece in model.weight_slices():
         layer = piece.layer
+        if model.is_extra(piece.name):
+            continue  # adapters are made for the model alone
         if isinstance(layer, Linear) and layer.is_quantizable and piece.parameter == "weight":
             homes.setdefault(layer, []).append(piece)
     known = {_module(piece): piece for pieces in homes.values() for piece in pieces}

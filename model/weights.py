@@ -62,7 +62,7 @@ def load_weights(
     not finite, or that this rank's part would split; the parameters' values mean nothing then."""
     directory = Path(checkpoint_dir)
     files = _tensor_files(directory)
-    if extra := [name for name in files if model.is_extra(name)]:
+    if extra := [name for name in files if model.is_extra(name) and model.is_ignored(name)]:
         layers = f"the {model.config.num_nextn_predict_layers} num_nextn_predict_layers"
         log.info("%d tensors of %s are not used, in %s", len(extra), layers, directory)
     wanted = {piece.name: piece for piece in model.weight_slices(files.keys())}
@@ -333,13 +333,14 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     has_fp8_kv: bool = False,
     quantization: Held = "auto",
+    has_mtp: bool = False,
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
     FieldError if the checkpoint cannot be used, or not by this many ranks. `has_fp8_kv`: its KV
     cache will be FP8, and attention gets its scales. `quantization`: what linear layers hold, on a
-    CPU."""
+    CPU. `has_mtp`: with its MTP layer."""
     place = Placement(dtype, torch.device(device), shard, quantization)
-    model, config = _described_model(checkpoint_dir, place)
+    model, config = _described_model(checkpoint_dir, place, has_mtp=has_mtp)
     load_weights(model, checkpoint_dir, progress)
     load_kv_scales(model, Path(checkpoint_dir), place.device, is_used=has_fp8_kv)
     return model.eval(), config
@@ -370,7 +371,9 @@ def blank_model(
     return model.eval(), config
 
 
-def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[CausalLM, ModelConfig]:
+def _described_model(
+    checkpoint_dir: Path | str, place: Placement, *, has_mtp: bool = False
+) -> tuple[CausalLM, ModelConfig]:
     """Return a model whose parameters have no memory yet, as its checkpoint has it."""
     config = ModelConfig.from_dir(checkpoint_dir)
     if config.tie_word_embeddings and has_own_head(Path(checkpoint_dir)):
@@ -387,4 +390,4 @@ def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[Caus
         log.info("weights of linear layers are held as %s", place.quantization)
     # A configuration that is not its checkpoint's may describe a model larger than memory, so the
     # model takes none until its tensors have been compared.
-    return CausalLM(config, place), config
+    return CausalLM(config, place, has_mtp=has_mtp), config

@@ -192,13 +192,14 @@ class KVArgs(_Strict, frozen=True):
 class SpeculativeArgs(_Strict, frozen=True):
     """`speculative_config.*`."""
 
-    method: Literal["ngram"]
+    method: Literal["ngram", "mtp"]
     """`ngram`: the tokens that followed when the sequence's last few came before, in its prompt or
-    its output. No other method is built yet."""
+    its output. `mtp`: those that the checkpoint's own layer for that predicts (DeepSeek-V3's
+    multi-token prediction). No other method is built yet."""
     num_speculative_tokens: DraftTokens
     """Draft tokens of a sequence in a step, at most; 1 to 64."""
     prompt_lookup_max: DraftTokens = SpeculationConfig.prompt_lookup_max
-    """Of the sequence's last tokens, the longest run that is looked for; 1 to 64."""
+    """Of `ngram`: of the sequence's last tokens, the longest run that is looked for; 1 to 64."""
     prompt_lookup_min: DraftTokens = SpeculationConfig.prompt_lookup_min
     """The shortest; at most `prompt_lookup_max`."""
     mtp_eagle_one_model: bool = True

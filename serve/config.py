@@ -36,6 +36,7 @@ from serve.arguments import (
     DeployArgs,
     EngineArgs,
     PoolArgs,
+    SpeculativeArgs,
     own_settings,
     parse_args,
     parse_bytes,
@@ -297,8 +298,11 @@ def _resolved(
         None if args.max_step_ms is None else args.max_step_ms / 1e3,
     )
     # A prefill engine's sequences end with their first token.
-    told = args.speculative_config if name != Role.PREFILL.value else None
-    speculation = None if told is None else told.resolved
+    told = args.speculative_config
+    has_mtp = told is not None and told.method == "mtp"
+    if told is not None and has_mtp:
+        _check_mtp(told, model)
+    speculation = None if told is None or name == Role.PREFILL.value else told.resolved
     has_fp8_kv = args.kv_cache_dtype != "auto" or model.has_fp8_kv
     if has_fp8_kv and model.latent is not None:
         wanted = "auto, and a checkpoint without kv_cache_scheme, for a model that caches latents"
@@ -321,6 +325,7 @@ def _resolved(
             or CacheConfig.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
             dtype="fp8" if has_fp8_kv else "auto",
+            has_mtp=has_mtp,
         ),
         scheduler=scheduler,
         compilation=CompilationConfig(**args.compilation),
@@ -397,6 +402,16 @@ def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
         told = getattr(args, other)
         if other not in names and told != type(told)():
             raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
+
+
+def _check_mtp(told: SpeculativeArgs, model: ModelConfig) -> None:
+    if (found := model.num_nextn_predict_layers) != 1:
+        wanted = f"ngram for a model with num_nextn_predict_layers={found} (mtp takes one layer)"
+        raise FieldError("speculative_config.method", wanted, told.method)
+    if told.num_speculative_tokens != 1:
+        wanted = "1 with method=mtp (more are not built yet)"
+        field = "speculative_config.num_speculative_tokens"
+        raise FieldError(field, wanted, told.num_speculative_tokens)
 
 
 def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> None:
@@ -492,8 +507,8 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
 def _kv_hash(content: bytes, pool: PoolConfig) -> str:
     engine = pool.engine
     size = engine.parallel.tensor_parallel_size
-    dtypes = (engine.dtype, engine.kv_dtype, engine.quantization)
-    return _digest(content, KV_AXES, dtypes, engine.cache.block_size, size)
+    cache, dtypes = engine.cache, (engine.dtype, engine.kv_dtype, engine.quantization)
+    return _digest(content, KV_AXES, dtypes, cache.block_size, size, cache.has_mtp)
 
 
 def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:

@@ -61,7 +61,9 @@ def prefix_root(request: GenerateRequest) -> bytes:
     return request.cache_salt + (request.lora.to_bytes(4, "little") if request.lora else b"")
 
 
-def prompt_prefixes(request: GenerateRequest, block_size: int) -> list[Prefix]:
+def prompt_prefixes(
+    request: GenerateRequest, block_size: int, num_behind: int = 0
+) -> list[Prefix]:
     """Return the prefixes of the blocks that an engine's prefix cache may have of a prompt: as
     `match` looks them up."""
     token_ids, parent = request.prompt_token_ids, prefix_root(request)
@@ -69,7 +71,7 @@ def prompt_prefixes(request: GenerateRequest, block_size: int) -> list[Prefix]:
         return []
     prefixes: list[Prefix] = []
     for end in range(block_size, len(token_ids), block_size):
-        parent = block_digest(parent, token_ids[end - block_size : end])
+        parent = block_digest(parent, token_ids[end - block_size : end + num_behind])
         prefixes.append(prefix_of(parent))
     return prefixes
 
@@ -86,9 +88,11 @@ class BlockManager:
         enable_prefix_caching: bool,
         sliding_window: int | None = None,
         changes: deque[tuple[bytes, bool]] | None = None,
+        num_behind: int = 0,
     ) -> None:
         """No layer reads more than its last `sliding_window` tokens, its own included. `changes` is
-        told what is cached and what is no more, see `PrefixFeed`."""
+        told what is cached and what is no more, see `PrefixFeed`. The KV of a token follows from
+        `num_behind` tokens behind it too: 1 where an MTP layer has some."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -102,6 +106,7 @@ class BlockManager:
         self._hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self._cached: dict[bytes, int] = {}
         self._changes = changes
+        self._num_behind = num_behind
         # Least recently used first; blocks without content worth keeping before all others.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
 
@@ -265,11 +270,13 @@ class BlockManager:
         return block
 
     def _hash(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the first full blocks' digests: of the root and all tokens up to their ends."""
+        """Return the first full blocks' digests: of the root and all tokens up to their ends, and
+        those behind that their KV follows from: all are known once a block is full or looked up."""
         hashes, size = seq.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
             parent = hashes[i - 1] if i else prefix_root(seq.request)
-            hashes.append(block_digest(parent, seq.token_ids[i * size : (i + 1) * size]))
+            end = (i + 1) * size + self._num_behind
+            hashes.append(block_digest(parent, seq.token_ids[i * size : end]))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
     def _digest(self, seq: Sequence, i: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cluster.config import SpeculationConfig
+from cluster.config import EngineConfig, SpeculationConfig
 from cluster.engine.sequence import Sequence
 
 
@@ -52,6 +52,23 @@ class NgramDrafter:
             return []
         start = int(ends[0]) + 1
         return seq.token_ids[start : start + most]
+
+
+class MTPDrafter:
+    """Takes what the ranks' MTP layer found in the step that drew a sequence's last token. A
+    sequence without such a step here, as after a handoff, has one without a draft first."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self.most = config.num_speculative_tokens
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        return seq.next_draft[:most]
+
+
+def drafter_of(config: EngineConfig) -> Drafter | None:
+    if config.speculation is None:
+        return None
+    return (MTPDrafter if config.cache.has_mtp else NgramDrafter)(config.speculation)
 
 
 def _history(seq: Sequence) -> npt.NDArray[np.int32]:

@@ -251,11 +251,14 @@ class Scheduler:
         blocks, block_size = self.blocks, self.blocks.block_size
         for targets, found in zip(plan.prompt_targets, sampled.prompt_logprobs, strict=True):
             batch[targets.index].prompt_logprobs += found
+        drafts = iter(sampled.drafts)
         drawn = first = 0
         for seq, start, num_new, num_drawn in zip(
             batch, plan.num_computed, plan.num_new, plan.num_drawn, strict=True
         ):
             has_drawn = num_drawn > 0
+            if has_drawn:
+                seq.next_draft = next(drafts, [])
             # As `Batch.launch` noted it.
             seq.num_in_flight_tokens -= num_new
             seq.num_pending_tokens -= has_drawn

@@ -85,6 +85,8 @@ class Sequence:
     row: int = -1
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""
+    next_draft: list[int] = field(default_factory=list)
+    """What may come behind its last token, as far as the step that drew that told."""
     history: tuple[npt.NDArray[np.int32], int] | None = None
     """Of its tokens, so many: what a drafter looks for drafts in."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -127,6 +129,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.prompt_logprobs = []
+        self.next_draft = []
         self.matcher = None
         self.handoff = None
         self.status = SequenceStatus.WAITING
@@ -203,6 +206,7 @@ class Batch:
         output_index: list[int] = []
         admitted: list[RowAdmission] = []
         prompt_targets: list[PromptTargets] = []
+        known_token_ids: list[int] = []
         for seq, start, new in zip(sequences, num_computed, num_new, strict=True):
             # Told only now: an empty plan may never reach the ranks.
             if not seq.is_on_ranks:
@@ -213,6 +217,8 @@ class Batch:
                 prompt_targets.append(_prompt_targets(len(rows), seq, start, new))
             total = len(seq.token_ids) + seq.num_pending_tokens
             draws = start + new >= total  # more: with a draft
+            if not draws:
+                known_token_ids.append(seq.token_ids[start + new])
             rows.append(seq.row)
             output_index.append(total - seq.num_prompt_tokens if draws else -1)
             seq.num_computed_tokens += new
@@ -234,6 +240,7 @@ class Batch:
             num_decodes=len(self.singles),
             num_drafting=len(self.drafting),
             prompt_targets=prompt_targets,
+            known_token_ids=known_token_ids,
         )
 
 

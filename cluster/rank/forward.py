@@ -278,7 +278,7 @@ class StepForward:
         batch = self._inputs.dummy(num_tokens, num_seqs)
         with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-        return hidden
+        return hidden if self._model.mtp is None else self._run_mtp(batch, num_seqs, hidden)
 
     def _score_costliest(self, hidden: torch.Tensor) -> None:
         """Score rows as a prompt's are that wants the most logprobs. hidden: [B, E]."""
@@ -423,6 +423,44 @@ class StepForward:
                 return StepOutput(hidden, None)
             return StepOutput(hidden, self._score(hidden))
 
+    def draft(
+        self,
+        batch: StepBatch,
+        agreed: StepAgreement,
+        num_seqs: int,
+        hidden: torch.Tensor,
+        drawn: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Run the MTP layer behind a step, on its tokens and on all ranks; return what it has each
+        sequence that drew say next: int64 [D, 1], on rank 0, or None where nothing is drafted.
+
+        hidden: [T, E], as `run` returned it; drawn: int64 [N]
+        """
+        across = agreed.num_tokens_across_dp
+        hidden = self._run_mtp(batch, num_seqs, hidden, drawn, across)
+        if batch.behind is None or not len(drawn) or self._inputs.query_len == 1:
+            return None
+        logits = self._model.compute_logits(hidden[batch.behind.last_accepted(drawn)])
+        return None if logits is None else logits.argmax(dim=-1, keepdim=True)
+
+    def _run_mtp(
+        self,
+        batch: StepBatch,
+        num_seqs: int,
+        hidden: torch.Tensor,
+        drawn: torch.Tensor | None = None,
+        across: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        context = self._context(
+            batch,
+            num_seqs,
+            is_dummy_run=batch.behind is None,
+            is_draft=True,
+            num_tokens_across_dp=across,
+        )
+        with forward_context(context):
+            return self._model.predict_ahead(batch.input_ids, batch.positions, hidden, drawn)
+
     def _run_pieces(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor:
         """Run a step of replayed pieces, and note how much of its host time they take. The rest is
         spent between them, in prefill by attention. On a GPU a replay takes as long as its
@@ -458,6 +496,7 @@ class StepForward:
         key: BatchDescriptor | None = None,
         *,
         is_dummy_run: bool = False,
+        is_draft: bool = False,
         num_tokens_across_dp: Sequence[int] | None = None,
     ) -> ForwardContext:
         padded = batch.attention.seq_lens.shape[0]
@@ -477,10 +516,12 @@ class StepForward:
                 is_dummy_run=is_dummy_run,
                 batch_size=num_seqs,
                 graph_bs=padded,
+                is_draft=is_draft,
                 positions=batch.positions,
             ),
             dp_metadata=dp_metadata,
             adapters=batch.adapters,
+            spec_decode_metadata=batch.behind,
             batch_descriptor=key,
             cudagraph_runtime_mode=mode,
         )

@@ -10,7 +10,7 @@ Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from cluster.config import EngineConfig
-from cluster.rank.buffers import Staging, StaticBuffer
+from cluster.rank.buffers import Staging, StaticBuffer, upload_once
 from cluster.rank.row_rules import Counted, RowRulesTables
 from cluster.wire.messages import PENDING, RowAdmission, StepPlan
+from compile.context import SpecDecodeMetadata
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
 
@@ -43,6 +44,8 @@ class StepBatch:
     sampling: SamplingTensors
     wants_logprobs: list[int]
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
+    behind: SpecDecodeMetadata | None = None
+    """None without an MTP layer, and of padding."""
 
 
 _Staged = tuple[
@@ -110,6 +113,7 @@ class StepInputs:
         self.query_len = config.query_len
         num_sampled = self.max_num_sampled = min(rows * self.query_len, tokens)
         self._is_overlapped = config.overlap
+        self._has_mtp = config.cache.has_mtp
         # A step may be built while the one before is in flight.
         num_steps = 2 if config.overlap else 1
         # Tokens and positions are what compiled code is traced on: a tensor that begins somewhere
@@ -200,7 +204,8 @@ class StepInputs:
         self._sampled_index.host[:num_sampled] = sampled_rows
         sampling, wants_logprobs = self._sampling(sampled_rows, positions, plan)
         staged = self._stage(num_decodes, num_tokens, num_seqs, num_sampled)
-        batch = StepBatch(*staged, sampling, wants_logprobs)
+        behind = self._behind(plan) if self._has_mtp else None
+        batch = StepBatch(*staged, sampling, wants_logprobs, behind)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -214,6 +219,25 @@ class StepInputs:
         Call it before the next `build`. token_ids: int64 [N], on the device.
         """
         self._last_tokens[batch.sampled_rows] = token_ids
+
+    def _behind(self, plan: StepPlan) -> SpecDecodeMetadata:
+        upload = partial(upload_once, dtype=torch.int64, device=self.device)
+        output_index = np.array(plan.output_index)
+        num_drawn = np.array(plan.num_drawn, dtype=np.int64)[output_index >= 0]
+        ends, last = np.cumsum(plan.num_new) - 1, np.cumsum(num_drawn) - 1
+        num_drafted = num_drawn - 1
+        is_last = np.zeros(num_drawn.sum(), dtype=bool)
+        is_last[last] = True
+        return SpecDecodeMetadata(
+            num_draft_tokens=upload(num_drafted),
+            cu_num_draft_tokens=upload(np.cumsum(num_drafted)),
+            draft_token_ids=upload(token for *_, draft in plan.drafts() for token in draft),
+            target_logits_indices=upload(np.flatnonzero(~is_last)),
+            bonus_logits_indices=upload(last),
+            logits_indices=self._logits_index.stage(len(is_last)),
+            known_indices=upload(ends[output_index < 0]),
+            known_token_ids=upload(plan.known_token_ids),
+        )
 
     def _upload(self, num_seqs: int) -> None:
         for staging in self._copied:

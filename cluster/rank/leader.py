@@ -30,7 +30,7 @@ import zmq
 from cluster.config import EngineConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
-from cluster.engine.drafter import NgramDrafter
+from cluster.engine.drafter import drafter_of
 from cluster.engine.engine import Channel, Engine, Lockstep, OverlappedEngine
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
@@ -301,6 +301,7 @@ def assemble_engine(
         cache.enable_prefix_caching,
         sliding_window=model.kv_window,
         changes=prefix_feed.changes if prefix_feed is not None else None,
+        num_behind=cache.num_behind,
     )
     handover: KVHandover | None = None
     if metadata is not None:
@@ -319,7 +320,7 @@ def assemble_engine(
         handover=handover,
         grammars=runner.grammars,
         clock=time.monotonic,
-        drafter=None if config.speculation is None else NgramDrafter(config.speculation),
+        drafter=drafter_of(config),
         tokens_within=runner.step_stats.tokens_within,
     )
     loop = OverlappedEngine if config.overlap else Engine

@@ -56,6 +56,8 @@ class LaunchedStep:
 
     step: int
     drawn: SamplerOutput | None
+    drafts: torch.Tensor | None
+    """int64 [D, drafts of each]"""
     wants_logprobs: list[int]
     prompt_logprobs: list[list[TokenLogprobs]]
     ended: torch.cuda.Event | None
@@ -101,6 +103,7 @@ class ModelRunner:
                 progress=None if progress is None else partial(progress, "loading weights"),
                 has_fp8_kv=config.cache.dtype == "fp8",
                 quantization=config.quantization,
+                has_mtp=config.cache.has_mtp,
             )
             load_adapters(self.model, config.lora_paths)
         num_data_ranks = 1 if self.shard.data is None else self.shard.data.size
@@ -197,16 +200,21 @@ class ModelRunner:
         if plan.prompt_targets:
             prompt = prompt_logprobs(self.model.compute_logits, output.hidden, plan)
         drawn = self._draw(output, batch, plan) if batch.wants_logprobs else None
+        drafts: torch.Tensor | None = None
+        if self.config.cache.has_mtp:
+            known = batch.sampled_rows.new_empty(0) if drawn is None else drawn.token_ids
+            drafts = self.forward.draft(batch, agreed, plan.num_seqs, output.hidden, known)
         ended: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             drawn = None if drawn is None else on_host(drawn)
+            drafts = None if drafts is None else drafts.to("cpu", non_blocking=True)
             # Recorded for a step that draws nothing too: the host arrays that its copies read are
             # filled again.
             ended = torch.cuda.Event()
             ended.record()
         else:
             self.step_stats.end_step(agreed.step)
-        return LaunchedStep(agreed.step, drawn, batch.wants_logprobs, prompt, ended)
+        return LaunchedStep(agreed.step, drawn, drafts, batch.wants_logprobs, prompt, ended)
 
     def wait(self, launched: LaunchedStep) -> SampledTokens:
         """Wait until a launched step has ended, and return what it sampled in batch order."""
@@ -220,7 +228,10 @@ class ModelRunner:
         if launched.drawn is not None:
             token_ids, logprobs = to_lists(launched.drawn, launched.wants_logprobs)
         return SampledTokens(
-            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=launched.prompt_logprobs
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=launched.prompt_logprobs,
+            drafts=[] if launched.drafts is None else launched.drafts.tolist(),
         )
 
     def _draw(self, output: StepOutput, batch: StepBatch, plan: StepPlan) -> SamplerOutput | None:
@@ -232,12 +243,13 @@ class ModelRunner:
                 masks = grammars.take().view("int32")
                 sampling = replace(sampling, allowed=upload_array(masks, self.device))
             drawn = sample(logits, sampling, known)
-        if not self.config.overlap:
+        if not (self.config.overlap or self.config.cache.has_mtp):
             return drawn
         if drawn is None:
             drawn = SamplerOutput(torch.empty_like(batch.sampled_rows), None, None, None, None)
         self.shard.broadcast(drawn.token_ids)
-        self.inputs.keep_drawn(batch, drawn.token_ids)
+        if self.config.overlap:
+            self.inputs.keep_drawn(batch, drawn.token_ids)
         return drawn
 
     def _logits(

@@ -502,6 +502,8 @@ class StepPlan(Wire, frozen=True):
     num_decodes: int
     num_drafting: int
     prompt_targets: list[PromptTargets]
+    known_token_ids: list[int]
+    """Of each sequence that samples nothing, the token behind its last one."""
 
     @property
     def num_drawn(self) -> list[int]:
@@ -544,11 +546,13 @@ class SampledTokens(Wire, frozen=True):
     """The tokens that a step drew, in batch order: one per sequence with an output index, and if it
     drafts one behind each of its tokens, drawn as if the draft before it were right.
     `logprobs` is empty, or aligned with `token_ids` (None if not asked for); `prompt_logprobs` is
-    aligned with the plan's `prompt_targets`."""
+    aligned with the plan's `prompt_targets`. `drafts` is empty, or has for each sequence with an
+    output index what may come behind the last of its tokens that holds."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[list[TokenLogprobs]]
+    drafts: list[list[int]]
 
 
 # --- KV transfer ----------------------------------------------------------------------------

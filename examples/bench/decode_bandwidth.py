@@ -152,6 +152,7 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
         num_decodes=batch,
         num_drafting=0,
         prompt_targets=[],
+        known_token_ids=[],
     )
 
 

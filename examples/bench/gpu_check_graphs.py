@@ -181,6 +181,7 @@ def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> Ste
         num_decodes=size if new == 1 else 0,
         num_drafting=0,
         prompt_targets=[],
+        known_token_ids=[],
     )
 
 

@@ -223,6 +223,7 @@ def part_runner(at: Setting) -> Iterator[Row]:
             num_decodes=num_seqs if step else 0,
             num_drafting=0,
             prompt_targets=[],
+            known_token_ids=[],
         )
         drawn = runner.execute(plan, AloneLockstep().agree(plan.vote())).token_ids
         num_wrong += sum(a != row[done + new] for a, row in zip(drawn, wanted, strict=True))

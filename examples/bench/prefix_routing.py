@@ -173,7 +173,7 @@ class Replica:
         def end() -> None:
             self._stats.end_step(plan.step)
             drawn = sum(index >= 0 for index in plan.output_index)
-            for output in self.scheduler.update(plan, SampledTokens([1] * drawn, [], [])):
+            for output in self.scheduler.update(plan, SampledTokens([1] * drawn, [], [], [])):
                 self.first_token_at[output.request_id] = self._world.now
                 self.num_unfinished -= 1
                 assert self.leader is not None and not output.error, output.error

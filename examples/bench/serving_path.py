@@ -67,7 +67,7 @@ class InstantEngine:
         if self._step_s:
             time.sleep(self._step_s)
         num_sampled = sum(index >= 0 for index in plan.output_index)
-        return SampledTokens([self._token_id] * num_sampled, [], [])
+        return SampledTokens([self._token_id] * num_sampled, [], [], [])
 
 
 def stop_computing(actor: Any, token_id: int, step_s: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from compile.context import static_forward_context
+from compile.context import get_forward_context, static_forward_context
 from compile.pieces.decorator import support_torch_compile
 from model import user_buffers  # noqa: F401  (registers ops that passes write into graphs)
 from model.config import ModelConfig
@@ -23,6 +23,7 @@ from model.kernels.elementwise import rotate_pairs
 from model.layers.attention import Attention, scale_of
 from model.layers.latent_attention import LatentAttention
 from model.layers.linear import (
+    Linear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -36,6 +37,8 @@ from model.parallel import Placement
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` says of the others."""
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""What a checkpoint has twice: in a layer that predicts further tokens, too."""
 
 
 class RMSNorm(WeightedLayer):
@@ -183,12 +186,43 @@ class DecoderLayer(nn.Module):
 
 
 def _mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | SparseMLP:
-    if config.experts is None or not config.experts.is_sparse[layer]:
+    # A layer behind the model's is like its last one.
+    if config.experts is None or not config.experts.is_sparse[min(layer, config.num_layers - 1)]:
         return GatedMLP(config, config.intermediate_size, place)
     names, size = FAMILIES[config.architecture].expert_names, config.experts.shared_size
     assert names is not None
     shared = GatedMLP(config, size, place) if size else None
     return SparseMLP(config.hidden_size, config.experts, names, place, shared)
+
+
+class _Projection(Linear):
+    """A product that every rank has all of, and that checkpoints store plainly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, I]. Returns [T, O]."""
+        return self.product(x, None)
+
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        yield whole(f"{name}.weight", self, "weight")
+
+
+class MTPLayer(DecoderLayer):
+    """A layer behind the model's that predicts one token more (multi-token prediction; DeepSeek-V3,
+    DeepSeek-AI, 2024). Of each position it takes the hidden state and the token behind it."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__(config, config.num_layers, place)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(hidden, eps, place)
+        self.hnorm = RMSNorm(hidden, eps, place)
+        self.eh_proj = _Projection(2 * hidden, hidden, place, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, eps, place)})
+
+    def joined(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the layer's inputs. embedded, hidden: [T, E], of the tokens behind, and of the
+        positions."""
+        out: torch.Tensor = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        return out
 
 
 @support_torch_compile
@@ -217,10 +251,12 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """One rank's shard of a decoder with a head; named as the checkpoint's tensors are."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, *, has_mtp: bool = False) -> None:
+        """`has_mtp`: with the one layer that predicts a token more, which runs by itself."""
         super().__init__()
         self.config = config
         self.model = Decoder(config, place)
+        self.mtp = MTPLayer(config, place) if has_mtp else None
         self.lm_head = (
             self.model.embed_tokens
             if config.tie_word_embeddings
@@ -233,6 +269,32 @@ class CausalLM(nn.Module):
         """Compute hidden states [T, E], equal on all ranks. input_ids, positions: int64 [T]."""
         hidden: torch.Tensor = self.model(input_ids, positions)
         return hidden
+
+    def predict_ahead(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        drawn: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the MTP layer, which caches its own KV at the step's slots; return [T, E], of which
+        `compute_logits` scores the second token behind each of `input_ids`.
+
+        input_ids, positions: int64 [T], the step's; hidden: [T, E], what `forward` returned; drawn:
+        int64 [N], the tokens behind some; those behind others are the forward context's
+        """
+        assert self.mtp is not None, "`has_mtp`"
+        metadata = get_forward_context().spec_decode_metadata
+        token_ids = input_ids
+        if metadata is not None and drawn is not None:
+            token_ids = metadata.token_ids_behind(input_ids, drawn)
+        embedded = self.model.embed_tokens(token_ids)
+        # As vLLM does, and models are trained: the second token of a sequence is not looked at.
+        embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
+        cos, sin = self.model.rotary_emb(positions, hidden.dtype)
+        out: torch.Tensor = self.mtp(self.mtp.joined(embedded, hidden), cos, sin)
+        normed: torch.Tensor = self.mtp.shared_head["norm"](out)
+        return normed
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Score the vocabulary: a collective, which every rank calls equally often. hidden: [N, E].
@@ -250,14 +312,24 @@ class CausalLM(nn.Module):
     def weight_slices(self, held: Collection[str] = ()) -> Iterator[WeightSlice]:
         for name, module in self.named_modules():
             if isinstance(module, WeightedLayer):
-                yield from module.weight_slices(name, held)
+                yield from module.weight_slices(self._published(name), held)
+
+    def _published(self, name: str) -> str:
+        """Return what checkpoints call a module."""
+        is_mtp = name.startswith("mtp.")
+        return f"model.layers.{self.config.num_layers}{name[3:]}" if is_mtp else name
 
     def is_ignored(self, tensor_name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although no parameter wants it."""
         if tensor_name == "lm_head.weight":
             return self.config.tie_word_embeddings
+        if self.is_extra(tensor_name) and self.mtp is None:
+            return True
+        # The layer's copies of the model's own embeddings and head.
+        if self.is_extra(tensor_name) and tensor_name.endswith(_COPIES):
+            return True
         # Read apart from weights, where the KV cache is FP8.
-        if self.is_extra(tensor_name) or scale_of(tensor_name) is not None:
+        if scale_of(tensor_name) is not None:
             return True
         # Older conversions stored the rotary frequencies, which follow from the configuration.
         return tensor_name.endswith(".rotary_emb.inv_freq")

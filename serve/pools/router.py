@@ -124,12 +124,12 @@ class Router:
     async def _prefixes(self, request: GenerateRequest) -> list[Prefix]:
         """Hash a request's prompt, if that says where it may be cached: some microseconds a block,
         and so those of a long one beside the event loop."""
-        size = self._cache.block_size
+        size, num_behind = self._cache.block_size, self._cache.num_behind
         if not (self._cache.enable_prefix_caching and self._directory.knows_prefixes):
             return []
         if len(request.prompt_token_ids) <= HASHED_AT_ONCE * size:
-            return prompt_prefixes(request, size)
-        return await asyncio.to_thread(prompt_prefixes, request, size)
+            return prompt_prefixes(request, size, num_behind)
+        return await asyncio.to_thread(prompt_prefixes, request, size, num_behind)
 
     async def _attempt(
         self, request: GenerateRequest, prefixes: list[Prefix], record: SequenceRecord

@@ -163,7 +163,7 @@ class FakeEngine:
         if self.in_flight is None:
             return self.scheduler.take_outputs()
         (plan, run), self.in_flight = self.in_flight, None
-        return self.scheduler.update(plan, SampledTokens(run(), [], []))
+        return self.scheduler.update(plan, SampledTokens(run(), [], [], []))
 
     def run(self, max_steps: int = 200) -> dict[str, list[EngineOutput]]:
         outputs: dict[str, list[EngineOutput]] = {}

@@ -279,7 +279,7 @@ class SimRunner:
         self.ended_step = step
         self.step_stats.end_step(step)
         self._rank.pass_time(Phase.BOOKING, 0.0)
-        return SampledTokens(sampled, [], [])
+        return SampledTokens(sampled, [], [], [])
 
     def _confirm(self, agreed: StepAgreement, confirm: Callable[[], None] | None) -> None:
         if confirm is not None:

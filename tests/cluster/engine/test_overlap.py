@@ -46,7 +46,7 @@ class Device:
     def wait(self, launched: tuple[float, Callable[[], list[int]]]) -> SampledTokens:
         ends_at, run = launched
         self.now = max(self.now, ends_at)
-        return SampledTokens(run(), [], [])
+        return SampledTokens(run(), [], [], [])
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]

@@ -114,7 +114,7 @@ def test_an_abort_while_the_step_runs_drops_its_token() -> None:
     plan = engine.scheduler.schedule()
     engine.scheduler.abort(["a"])
     logprobs = [TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 1, [], [])]
-    outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, []))
+    outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, [], []))
     assert [(o.request_id, o.token_ids) for o in outputs] == [("a", []), ("b", [8])]
     assert outputs[1].logprobs == logprobs[1:]
     sim.check_scheduler(engine.scheduler)

@@ -237,6 +237,20 @@ SHAPES = LLAMA_SHAPES | {  # the first word of the others is their family
         vocab_size=263,
         rope_parameters=uneven_yarn(0.8, 1.3),
     ),
+    # With a layer behind the model's that drafts.
+    "deepseek3 mtp": latent(
+        (4, 24, 52),
+        8,
+        3,
+        q_lora_rank=26,
+        moe_intermediate_size=20,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        vocab_size=263,
+        rope_parameters=uneven_yarn(0.8, 1.3),
+    ),
     "deepseek3 tied one group": latent(
         (6, 16, 36),
         10,
@@ -310,6 +324,8 @@ class Oracle:
     adapters: list[Path] = field(default_factory=list)
     merged: list[Any] = field(default_factory=list)
     """The model with each of its adapters added to its weights."""
+    mtp: Any = None
+    """What the layer behind the model says, if there is one."""
 
     def write_adapters(self) -> None:
         from adapters import two_adapters
@@ -412,5 +428,10 @@ def new_oracle(path: Path, name: str) -> Oracle:
                 parameter.normal_(std=0.3)
             elif parameter_name.endswith(NORMS):
                 parameter.normal_(mean=1.0, std=0.3)
-    model.save_pretrained(path)
-    return Oracle(name, path, model)
+    if not name.endswith("mtp"):
+        model.save_pretrained(path)
+        return Oracle(name, path, model)
+    from mtp import save_with_mtp
+
+    reference = save_with_mtp(path, model, noise=0.02, volume=0.1)
+    return Oracle(name, path, model, mtp=reference)

@@ -77,6 +77,7 @@ def plan_of(num_new: list[int], **fields: Any) -> StepPlan:
         "num_decodes": num_new.count(1),
         "num_drafting": 0,
         "prompt_targets": [],
+        "known_token_ids": [],
     }
     return StepPlan(**{**plain, **fields})
 

@@ -57,7 +57,7 @@ class Replica:
     def step(self, connection: ScriptedConnection) -> None:
         plan = self.scheduler.schedule()
         drawn = sum(index >= 0 for index in plan.output_index)
-        for output in self.scheduler.update(plan, SampledTokens([5] * drawn, [], [])):
+        for output in self.scheduler.update(plan, SampledTokens([5] * drawn, [], [], [])):
             connection.leader.deliver(output)
 
 
