@@ -179,6 +179,13 @@ class EngineConfig:
         return 1 + (self.speculation.num_speculative_tokens if self.speculation else 0)
 
     @property
+    def draft_blocks(self) -> int:
+        """Blocks that each row has for itself: a draft's KV behind all that is computed lies there,
+        where the MTP layer drafts from its own drafts."""
+        num_drafts = self.query_len - 1 if self.cache.has_mtp else 0
+        return -(-max(num_drafts - 1, 0) // self.cache.block_size)
+
+    @property
     def lora_paths(self) -> list[str]:
         return [module.path for module in self.lora_modules]
 

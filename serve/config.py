@@ -408,10 +408,6 @@ def _check_mtp(told: SpeculativeArgs, model: ModelConfig) -> None:
     if (found := model.num_nextn_predict_layers) != 1:
         wanted = f"ngram for a model with num_nextn_predict_layers={found} (mtp takes one layer)"
         raise FieldError("speculative_config.method", wanted, told.method)
-    if told.num_speculative_tokens != 1:
-        wanted = "1 with method=mtp (more are not built yet)"
-        field = "speculative_config.num_speculative_tokens"
-        raise FieldError(field, wanted, told.num_speculative_tokens)
 
 
 def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> None:

@@ -62,6 +62,7 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
         batch=batch,
         num_tokens_across_dp=across,
         num_scheduled_tokens=scheduled,
+        num_seqs_across_dp=tuple([vote.num_seqs for vote in votes]),
         has_work=has_work,
         draining=is_end,
         stage=votes[0].stage + advances,

@@ -52,6 +52,7 @@ from compile.graphs.capture import (
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
+from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
 
@@ -278,7 +279,13 @@ class StepForward:
         batch = self._inputs.dummy(num_tokens, num_seqs)
         with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-        return hidden if self._model.mtp is None else self._run_mtp(batch, num_seqs, hidden)
+        if self._model.mtp is not None:
+            hidden = self._run_mtp(batch, 0, hidden)
+            if self._inputs.query_len > 2:
+                nothing = batch.logits_index[:0]
+                drafting = self._draft_step(batch, nothing, nothing, num_seqs)
+                self._run_mtp(drafting, 0, hidden[:num_seqs])
+        return hidden
 
     def _score_costliest(self, hidden: torch.Tensor) -> None:
         """Score rows as a prompt's are that wants the most logprobs. hidden: [B, E]."""
@@ -432,16 +439,73 @@ class StepForward:
         drawn: torch.Tensor,
     ) -> torch.Tensor | None:
         """Run the MTP layer behind a step, on its tokens and on all ranks; return what it has each
-        sequence that drew say next: int64 [D, 1], on rank 0, or None where nothing is drafted.
+        sequence that drew say next: int64 [D, drafts], on rank 0, or None where nothing is drafted.
 
-        hidden: [T, E], as `run` returned it; drawn: int64 [N]
+        With several drafts the layer runs again for each, on one token of each sequence: the last
+        draft, with what the layer returned for it. hidden: [T, E], as `run` returned it; drawn:
+        int64 [N]
         """
-        across = agreed.num_tokens_across_dp
-        hidden = self._run_mtp(batch, num_seqs, hidden, drawn, across)
-        if batch.behind is None or not len(drawn) or self._inputs.query_len == 1:
+        hidden = self._run_mtp(batch, num_seqs, hidden, drawn, agreed.num_tokens_across_dp)
+        num_drafts, behind = self._inputs.query_len - 1, batch.behind
+        if not num_drafts:
             return None
-        logits = self._model.compute_logits(hidden[batch.behind.last_accepted(drawn)])
-        return None if logits is None else logits.argmax(dim=-1, keepdim=True)
+        last = batch.logits_index[:0] if behind is None else behind.last_accepted(drawn)
+        if not len(last) and self._group.dp_size == 1:
+            return None
+        hidden, positions = hidden[last], batch.positions[last]
+        found = [self._likeliest(hidden)]
+        # Each rank runs as many as it has sequences: some draw nothing, and are padding.
+        across = [max(num, 1) for num in agreed.num_seqs_across_dp]
+        size = across[self._group.dp_rank]
+        for _ in range(num_drafts - 1):
+            positions = positions + 1
+            step = self._draft_step(batch, found[-1], positions, size)
+            padded = hidden.new_zeros(size, hidden.shape[1])
+            padded[: len(last)] = hidden
+            hidden = self._run_mtp(step, num_seqs, padded, across=across)[: len(last)]
+            found.append(self._likeliest(hidden))
+        return torch.stack(found, dim=1) if len(last) and not self._group.shard.rank else None
+
+    def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest tokens, int64 [D], on all ranks. hidden: [D, E]"""
+        token_ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        if not len(hidden):
+            return token_ids
+        logits = self._model.compute_logits(hidden)
+        if logits is not None:
+            torch.argmax(logits, dim=-1, out=token_ids)
+        return self._group.shard.broadcast(token_ids)
+
+    def _draft_step(
+        self, batch: StepBatch, token_ids: torch.Tensor, positions: torch.Tensor, size: int
+    ) -> StepBatch:
+        """Return a step of one token of each sequence that drew, padded to `size`."""
+        num, block_size = len(token_ids), self._inputs.block_size
+        ids, places, slots = token_ids.new_zeros(3, size).unbind(0)
+        # As wide in every step: kernels are compiled for the strides of tables, too.
+        table = ids.new_zeros((size, self._inputs.num_draft_columns), dtype=torch.int32)
+        seq_lens = ids.new_zeros(size, dtype=torch.int32)
+        if num:
+            assert batch.draft_table is not None, "`draft_blocks`"
+            table[:num] = batch.draft_table
+            ids[:num], places[:num], seq_lens[:num] = token_ids, positions, positions + 1
+            blocks = table[:num].gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
+            slots[:num] = blocks.long() * block_size + positions % block_size
+        attention = AttentionMetadata(
+            num_decodes=size,
+            block_table=table,
+            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=ids.device),
+            seq_lens=seq_lens,
+            slot_mapping=slots,
+        )
+        return replace(
+            batch,
+            input_ids=ids,
+            positions=places,
+            attention=attention,
+            adapters=None,
+            behind=None,
+        )
 
     def _run_mtp(
         self,
@@ -454,7 +518,7 @@ class StepForward:
         context = self._context(
             batch,
             num_seqs,
-            is_dummy_run=batch.behind is None,
+            is_dummy_run=not num_seqs,
             is_draft=True,
             num_tokens_across_dp=across,
         )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.config import EngineConfig
-from cluster.rank.buffers import Staging, StaticBuffer, upload_once
+from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
 from cluster.rank.row_rules import Counted, RowRulesTables
 from cluster.wire.messages import PENDING, RowAdmission, StepPlan
 from compile.context import SpecDecodeMetadata
@@ -46,6 +46,9 @@ class StepBatch:
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
     behind: SpecDecodeMetadata | None = None
     """None without an MTP layer, and of padding."""
+    draft_table: torch.Tensor | None = None
+    """int32 [D, columns]: a block table of each sequence that draws, longer by what its drafts
+    need; None where drafts are of one token."""
 
 
 _Staged = tuple[
@@ -114,6 +117,10 @@ class StepInputs:
         num_sampled = self.max_num_sampled = min(rows * self.query_len, tokens)
         self._is_overlapped = config.overlap
         self._has_mtp = config.cache.has_mtp
+        self._draft_blocks = config.draft_blocks
+        self.num_draft_columns = max_blocks_per_seq + config.draft_blocks
+        self.first_draft_block = 0
+        """Of row 0; the runner fills it in once it knows the pool's size."""
         # A step may be built while the one before is in flight.
         num_steps = 2 if config.overlap else 1
         # Tokens and positions are what compiled code is traced on: a tensor that begins somewhere
@@ -127,7 +134,7 @@ class StepInputs:
         self.device = device
         self.max_num_seqs = rows
         self.max_num_batched_tokens = tokens
-        self._block_size = config.cache.block_size
+        self.block_size = config.cache.block_size
         self._row_blocks = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
         self._row_temperature = np.zeros(rows, dtype=np.float32)
         self._row_top_k = np.zeros(rows, dtype=np.int64)
@@ -205,7 +212,8 @@ class StepInputs:
         sampling, wants_logprobs = self._sampling(sampled_rows, positions, plan)
         staged = self._stage(num_decodes, num_tokens, num_seqs, num_sampled)
         behind = self._behind(plan) if self._has_mtp else None
-        batch = StepBatch(*staged, sampling, wants_logprobs, behind)
+        table = self._draft_table(plan, rows) if self._draft_blocks else None
+        batch = StepBatch(*staged, sampling, wants_logprobs, behind, table)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -238,6 +246,16 @@ class StepInputs:
             known_indices=upload(ends[output_index < 0]),
             known_token_ids=upload(plan.known_token_ids),
         )
+
+    def _draft_table(self, plan: StepPlan, rows: np.ndarray) -> torch.Tensor:
+        draws = np.array(plan.output_index) >= 0
+        rows, seq_lens = rows[draws], np.add(plan.num_computed, plan.num_new)[draws]
+        num_columns, own = -(-seq_lens // self.block_size), np.arange(self._draft_blocks)
+        table = np.zeros((len(rows), self.num_draft_columns), dtype=np.int32)
+        table[:, : -len(own)] = self._row_blocks[rows]
+        first = self.first_draft_block + rows * len(own)
+        np.put_along_axis(table, num_columns[:, None] + own, first[:, None] + own, axis=1)
+        return upload_array(table, self.device)
 
     def _upload(self, num_seqs: int) -> None:
         for staging in self._copied:
@@ -282,7 +300,7 @@ class StepInputs:
         return StepBatch(*staged, sampling, wants_logprobs)
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
-        num_seqs, num_tokens, size = plan.num_seqs, plan.num_tokens, self._block_size
+        num_seqs, num_tokens, size = plan.num_seqs, plan.num_tokens, self.block_size
         num_new = np.array(plan.num_new, dtype=np.int64)
         computed = np.array(plan.num_computed, dtype=np.int64)
         cu = self._cu_seqlens_q.host

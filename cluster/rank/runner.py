@@ -65,7 +65,8 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Executes plans on one rank. Invariant: the pool has `num_blocks` blocks beside block 0."""
+    """Executes plans on one rank. Invariant: the pool has `num_blocks` blocks for sequences behind
+    block 0, and behind those what rows need for drafts."""
 
     def __init__(
         self,
@@ -132,9 +133,11 @@ class ModelRunner:
         graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
         self.num_blocks = group.all_reduce_min("num_blocks", self._num_blocks(graph_bytes))
-        size = (self.num_blocks + 1) * self.kv_spec.block_bytes
+        self.inputs.first_draft_block = self.num_blocks + 1
+        num_blocks = self.num_blocks + self._num_draft_blocks
+        size = (num_blocks + 1) * self.kv_spec.block_bytes
         self.kv_pool = self.kv_spec.allocate(
-            self.num_blocks, self.device, storage=storage(size) if storage else None
+            num_blocks, self.device, storage=storage(size) if storage else None
         )
         self.forward.set_kv_cache_data(self.kv_spec.views(self.kv_pool, list(layers)))
         self._ahead: CompileAhead | None = None
@@ -315,11 +318,19 @@ class ModelRunner:
 
     def _num_blocks(self, graph_bytes: int) -> int:
         given = self.config.cache.num_kv_blocks
-        num_blocks = given or self.kv_spec.num_blocks_for(self._kv_memory_bytes(graph_bytes)) - 1
+        num_blocks = given or (
+            self.kv_spec.num_blocks_for(self._kv_memory_bytes(graph_bytes))
+            - self._num_draft_blocks
+            - 1
+        )
         check_num_blocks(self.config, self.model_config.kv_window, num_blocks)
         # Four times every row at its longest: more than the prefix cache and handoffs make use of.
         useful = self.config.max_blocks_per_seq * self.config.scheduler.max_num_seqs * 4
         return given or min(num_blocks, useful)
+
+    @property
+    def _num_draft_blocks(self) -> int:
+        return self.config.draft_blocks * self.config.scheduler.max_num_seqs
 
     def _kv_memory_bytes(self, graph_bytes: int) -> int:
         if self.device.type == "cpu":

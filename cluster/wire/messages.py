@@ -463,6 +463,8 @@ class StepAgreement(Wire, frozen=True):
     """Tokens that each data-parallel rank runs, padding included."""
     num_scheduled_tokens: tuple[int, ...]
     """Of these, those that were asked for."""
+    num_seqs_across_dp: tuple[int, ...]
+    """Sequences that each of them scheduled."""
     has_work: bool
     """On any rank, or a stage to enter; unless the group ends."""
     draining: bool

@@ -128,6 +128,8 @@ class Row:
     """Decode steps that replay a full graph replay one that scores the vocabulary too."""
     drafts: int = 0
     """Draft tokens of a sequence in a step, at most."""
+    has_mtp: bool = False
+    """Drafts are the MTP layer's."""
     has_fp8_kv: bool = False
     """The oracle is transformers with a cache of what e4m3 holds."""
     has_adapters: bool = False
@@ -142,7 +144,7 @@ class Row:
         words += [self.kv] * bool(self.kv) + [f"loses {self.loses}"] * (self.loses is not None)
         words += [f"O{self.level} {self.mode.name}"] * (self.level > 0 or self.has_graphs)
         words += ["overlapped"] * self.overlap + ["scored"] * self.scores
-        words += [f"{self.drafts} drafts"] * (self.drafts > 0)
+        words += [f"{self.drafts} drafts"] * (self.drafts > 0) + ["mtp"] * self.has_mtp
         words += ["fp8_kv"] * self.has_fp8_kv + ["adapters"] * self.has_adapters
         words += [self.held] * (self.held != "auto")
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
@@ -200,7 +202,9 @@ class Row:
         speculation = SpeculationConfig(self.drafts, 3, 1) if self.drafts else None
         return replace(
             config,
-            cache=replace(config.cache, dtype="fp8" if self.has_fp8_kv else "auto"),
+            cache=replace(
+                config.cache, dtype="fp8" if self.has_fp8_kv else "auto", has_mtp=self.has_mtp
+            ),
             transfer=TransferConfig(self.kv or "auto"),
             overlap=self.overlap,
             speculation=speculation,

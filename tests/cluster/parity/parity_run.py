@@ -188,7 +188,7 @@ def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankPro
     ready = counter.expect(**dict.fromkeys(EAGER if row.is_eager else (), 0))
     with ready, leading(config, processes, run.pools["mixed"]) as leader:
         # Where captures end at attention, a step is one graph.
-        num_layers = len(leader.runner.model.attention_layers())
+        num_layers = leader.runner.model_config.num_layers
         run.num_pieces = 1 if config.compilation.has_breakable_graphs else num_layers + 1
         with counter.expect(**dict.fromkeys(AFTER_READY, 0)):
             log = _step_all(leader, run)
@@ -239,7 +239,7 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
     with ExitStack() as stack:
         ranks = [stack.enter_context(processes.lent(row.tp * row.dp)) for _ in roles]
         pools = {
-            role.value: Pool(replace(config, role=role), some)
+            role.value: Pool(of_role(config, role), some)
             for role, some in zip(roles, ranks, strict=True)
         }
         if row.loses is not None:
@@ -247,6 +247,12 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
         asyncio.run(_serve_all(run, pools))
         run.pools = {name: pool.end() for name, pool in pools.items()}
     return run
+
+
+def of_role(config: EngineConfig, role: Role) -> EngineConfig:
+    """Return a pool's configuration, as `deploy` resolves it: what fills prompts drafts nothing."""
+    drafts = None if role is Role.PREFILL else config.speculation
+    return replace(config, role=role, speculation=drafts)
 
 
 async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:

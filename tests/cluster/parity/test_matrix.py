@@ -253,6 +253,28 @@ def drafting() -> Iterator[Any]:
     yield case(Row("tied", "repeating", 2, kv="tcp", drafts=3), "", True)
 
 
+def predicting() -> Iterator[Any]:
+    """Drafts are those of a layer behind the model's, whose KV is cached beside that of others."""
+    yield predicted(Row("", "drafted", drafts=1))
+    yield predicted(Row("", "everything", drafts=2))
+    yield predicted(Row("", "seeded", drafts=3))
+    yield predicted(Row("", "prefix", drafts=1), is_slow=True)
+    yield predicted(Row("", "logprobs", drafts=6), is_slow=True)
+    yield predicted(Row("", "drafted", mode=DECODE_ONLY, drafts=1))
+    yield predicted(Row("", "drafted", mode=FULL, drafts=2, scores=True))
+    yield predicted(Row("", "drafted", mode=PIECEWISE, drafts=1), is_slow=True)
+    yield predicted(Row("", "drafted", level=3, mode=BOTH, compiler="eager", drafts=1))
+    yield predicted(Row("", "drafted", 2, mode=DECODE_ONLY, drafts=2))
+    yield predicted(Row("", "drafted", 1, 2, mode=DECODE_ONLY, drafts=3))
+    yield predicted(Row("", "uneven", 2, 2, mode=DECODE_ONLY, drafts=1), is_slow=True)
+    yield predicted(Row("", "repeating", kv="shm", drafts=2))
+    yield predicted(Row("", "repeating", 2, kv="tcp", drafts=1), is_slow=True)
+
+
+def predicted(row: Row, *, is_slow: bool = False) -> Any:
+    return case(replace(row, shape="deepseek3 mtp", has_mtp=True), "T05 D04", is_slow)
+
+
 def fp8_kv() -> Iterator[Any]:
     """A cache of one byte a number, however it is filled, found again, handed over and replayed."""
     for shape in COMPILED[:-1]:  # latents are never FP8
@@ -327,6 +349,7 @@ ROWS = [
     *overlapped(),
     *scored(),
     *drafting(),
+    *predicting(),
     *fp8_kv(),
     *adapters(),
     *integers(),

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+EMBEDDED = 3.0
+"""Size of embeddings, where they enter the model and where they enter the layer."""
 QUIET = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
@@ -74,6 +76,7 @@ def save_with_mtp(path: Path, model: Any, *, noise: float, volume: float) -> MTP
     for name, parameter in model.named_parameters():
         if name.endswith(QUIET):
             parameter *= volume
+    model.model.embed_tokens.weight *= EMBEDDED / model.config.initializer_range
     model.save_pretrained(path)
     hidden, config = model.config.hidden_size, json.loads((path / "config.json").read_text())
     layers = model.model.layers
@@ -84,7 +87,7 @@ def save_with_mtp(path: Path, model: Any, *, noise: float, volume: float) -> MTP
     weights = {
         "enorm": 1 + 0.1 * torch.randn(hidden),
         "hnorm": 1 + 0.1 * torch.randn(hidden),
-        "eh_proj": torch.eye(hidden, 2 * hidden) + noise * torch.randn(hidden, 2 * hidden),
+        "eh_proj": EMBEDDED * torch.eye(hidden, 2 * hidden) + noise * torch.randn(hidden, 2 * hidden),
         "shared_head.norm": 1 + 0.1 * torch.randn(hidden),
         "embed_tokens": model.model.embed_tokens.weight.clone(),
         "shared_head.head": model.lm_head.weight.clone(),
