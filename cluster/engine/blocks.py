@@ -61,9 +61,7 @@ def prefix_root(request: GenerateRequest) -> bytes:
     return request.cache_salt + (request.lora.to_bytes(4, "little") if request.lora else b"")
 
 
-def prompt_prefixes(
-    request: GenerateRequest, block_size: int, num_behind: int = 0
-) -> list[Prefix]:
+def prompt_prefixes(request: GenerateRequest, block_size: int, num_behind: int = 0) -> list[Prefix]:
     """Return the prefixes of the blocks that an engine's prefix cache may have of a prompt: as
     `match` looks them up."""
     token_ids, parent = request.prompt_token_ids, prefix_root(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import BLOCK_SIZE
+from parity_oracle import TIE_GAP
 from parity_process import EPOCH, Report
 from parity_rows import LOADS, Run, window_of
 
@@ -19,6 +21,8 @@ from compile.dispatch import BatchDescriptor, padded_size
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 NUM_LOGGED = 1000
 """Steps that a rank remembers."""
+MAX_DRAFTS = 100
+"""Of a pool, that are compared: each takes milliseconds."""
 
 
 def check(run: Run, drawn: list[list[int]] | None = None) -> None:
@@ -34,7 +38,23 @@ def check(run: Run, drawn: list[list[int]] | None = None) -> None:
         check_handoffs(run)
     if run.row.level == CompilationLevel.PIECEWISE:
         check_directories(run)
+    if run.row.has_mtp:
+        check_drafts(run)
     LOADS[run.row.load].expect(run)
+
+
+def check_drafts(run: Run) -> None:
+    """Drafts are what the layer says of whole sequences: whatever chunks they were computed in,
+    found in the cache, handed over, or drafted wrongly before. Where one is missing, there was no
+    step before, or it was the prompt's."""
+    oracle, rng = run.oracle, random.Random(0)
+    for ranks in run.pools.values():
+        drafts = [draft for rank in ranks for draft in rank.drafts]
+        found = [(tokens, draft) for tokens, draft in drafts if draft]
+        assert len(found) >= len(drafts) - len(run.requests)
+        for token_ids, draft in rng.sample(found, min(len(found), MAX_DRAFTS)):
+            gaps = oracle.mtp.gaps(token_ids, draft)
+            assert max(gaps) < TIE_GAP, (len(token_ids), draft, gaps)
 
 
 @torch.inference_mode()

@@ -17,6 +17,8 @@ from typing import Any
 from local_ranks import CREDENTIALS, REPLICA
 
 from cluster.config import EngineConfig
+from cluster.engine.drafter import Drafter
+from cluster.engine.sequence import Sequence
 from cluster.group.context import RankContext, RankPlace, RankStats
 from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
@@ -45,6 +47,8 @@ class Report:
     block_bytes: int
     lost: list[str]
     """Attempts of requests whose handoffs it was made to lose."""
+    drafts: list[tuple[list[int], list[int]]]
+    """What it drafted, each behind all tokens of a sequence."""
 
 
 def num_late() -> int:
@@ -64,7 +68,33 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
         num_late() - num_late_before,
         rank.runner.kv_spec.block_bytes,
         lost,
+        drafts_of(rank),
     )
+
+
+class RecordedDrafts:
+    """A drafter, and what it drafted."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.most, self._drafter = drafter.most, drafter
+        self.drafts: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        draft = self._drafter.propose(seq, most)
+        self.drafts.append((list(seq.token_ids), draft))
+        return draft
+
+
+def record_drafts(leader: Leader) -> Leader:
+    scheduler = leader.engine.scheduler
+    if scheduler._drafter is not None:
+        scheduler._drafter = RecordedDrafts(scheduler._drafter)
+    return leader
+
+
+def drafts_of(rank: Leader | Follower) -> list[tuple[list[int], list[int]]]:
+    recorded = rank.engine.scheduler._drafter if isinstance(rank, Leader) else None
+    return recorded.drafts if isinstance(recorded, RecordedDrafts) else []
 
 
 def lose_first_handoffs(rank: Leader | Follower, lost: list[str]) -> None:
@@ -104,7 +134,7 @@ def load(config: EngineConfig, dp_rank: int, tp_rank: int) -> Leader | Follower:
         return Follower(context, hear())
     endpoints = LeaderEndpoints(context)
     tell(endpoints.rendezvous)
-    return Leader(context, endpoints, hear())
+    return record_drafts(Leader(context, endpoints, hear()))
 
 
 def obey(rank: Leader | Follower, lost: list[str], num_late_before: int) -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parity_process import END, EPOCH, LOSE, REPORT, Report, context_of, num_late, report
+from parity_process import END, EPOCH, LOSE, REPORT, Report, context_of, num_late, record_drafts, report
 from parity_rows import Request, Row, Run
 from routed import routing
 
@@ -165,7 +165,7 @@ def leading(
         for i, follower in enumerate(followers):
             follower.tell((config, 0, i + 1))
             follower.tell(endpoints.rendezvous)
-        leader = Leader(context, endpoints)
+        leader = record_drafts(Leader(context, endpoints))
         for follower in followers:
             follower.hear()
         try:

@@ -1,7 +1,7 @@
 """Makes of a DeepSeek-V3 model's last layer one that predicts a token more, and computes what that
 says: float32, whole sequences at once, no cache, with transformers' decoder layer in its middle.
 
-Shapes: T tokens, E hidden size, V vocabulary.
+Shapes: T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -29,22 +29,17 @@ class MTPReference:
     weights: dict[str, torch.Tensor]
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Return [T - 1, V]: row i is of token i + 2, predicted from the i + 2 before it."""
-        hidden = self.model.model(torch.tensor([token_ids])).last_hidden_state[0]
-        return self._head(self._ahead(token_ids[1:], hidden[:-1]))
-
-    @torch.inference_mode()
-    def draft(self, token_ids: list[int], num: int) -> list[int]:
-        """Return so many tokens behind a sequence. Each but the first is predicted from what the
-        layer itself returned for the token before."""
+    def gaps(self, token_ids: list[int], draft: list[int]) -> list[float]:
+        """Return of each draft token behind a sequence how far its logit is below the best one's.
+        Each but the first is judged by what the layer itself returned for the token before."""
         hidden = self.model.model(torch.tensor([token_ids])).last_hidden_state[0, :-1]
-        behind = token_ids[1:]
-        for _ in range(num):
+        behind, gaps = token_ids[1:], list[float]()
+        for token in draft:
             ahead = self._ahead(behind, hidden)[-1:]
-            behind = [*behind, int(self._head(ahead).argmax())]
-            hidden = torch.cat((hidden, ahead))
-        return behind[-num:]
+            [logits] = self.model.lm_head(ahead)
+            gaps.append(float(logits.max() - logits[token]))
+            behind, hidden = [*behind, token], torch.cat((hidden, ahead))
+        return gaps
 
     def _ahead(self, behind: list[int], hidden: torch.Tensor) -> torch.Tensor:
         """Return [T, E]. behind: the token behind each position; hidden: [T, E]"""
@@ -60,9 +55,6 @@ class MTPReference:
             position_embeddings=self.model.model.rotary_emb(x, positions),
         )
         return self._norm("shared_head.norm", out[0])
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.lm_head(hidden)
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.model.config.rms_norm_eps)
@@ -87,7 +79,8 @@ def save_with_mtp(path: Path, model: Any, *, noise: float, volume: float) -> MTP
     weights = {
         "enorm": 1 + 0.1 * torch.randn(hidden),
         "hnorm": 1 + 0.1 * torch.randn(hidden),
-        "eh_proj": EMBEDDED * torch.eye(hidden, 2 * hidden) + noise * torch.randn(hidden, 2 * hidden),
+        "eh_proj": EMBEDDED * torch.eye(hidden, 2 * hidden)
+        + noise * torch.randn(hidden, 2 * hidden),
         "shared_head.norm": 1 + 0.1 * torch.randn(hidden),
         "embed_tokens": model.model.embed_tokens.weight.clone(),
         "shared_head.head": model.lm_head.weight.clone(),
