@@ -73,8 +73,8 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
     hidden_act: Literal["silu"]
     bos_token_id: Annotated[int, Meta(ge=0, le=LARGEST)] | None
     num_nextn_predict_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)] = 0
-    """Layers that a checkpoint may hold behind the model's, to predict further tokens. One layer can
-    be used for drafts."""
+    """Layers that a checkpoint may hold behind the model's, to predict further tokens. One can be
+    used for drafts."""
 
 
 class _File(_Kept, frozen=True, kw_only=True):

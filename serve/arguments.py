@@ -192,10 +192,10 @@ class KVArgs(_Strict, frozen=True):
 class SpeculativeArgs(_Strict, frozen=True):
     """`speculative_config.*`."""
 
-    method: Literal["ngram", "mtp"]
+    method: Literal["ngram", "mtp", "deepseek_mtp"]
     """`ngram`: the tokens that followed when the sequence's last few came before, in its prompt or
     its output. `mtp`: those that the checkpoint's own layer for that predicts (DeepSeek-V3's
-    multi-token prediction). No other method is built yet."""
+    multi-token prediction), `deepseek_mtp` the same. No other method is built yet."""
     num_speculative_tokens: DraftTokens
     """Draft tokens of a sequence in a step, at most; 1 to 64."""
     prompt_lookup_max: DraftTokens = SpeculationConfig.prompt_lookup_max
@@ -212,6 +212,10 @@ class SpeculativeArgs(_Strict, frozen=True):
             if not getattr(self, name):
                 wanted = "true (two model engines cannot be compiled as one forward)"
                 raise FieldError(f"speculative_config.{name}", wanted, False)
+
+    @property
+    def is_mtp(self) -> bool:
+        return self.method != "ngram"
 
     @property
     def resolved(self) -> SpeculationConfig:

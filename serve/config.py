@@ -36,7 +36,6 @@ from serve.arguments import (
     DeployArgs,
     EngineArgs,
     PoolArgs,
-    SpeculativeArgs,
     own_settings,
     parse_args,
     parse_bytes,
@@ -299,9 +298,11 @@ def _resolved(
     )
     # A prefill engine's sequences end with their first token.
     told = args.speculative_config
-    has_mtp = told is not None and told.method == "mtp"
-    if told is not None and has_mtp:
-        _check_mtp(told, model)
+    has_mtp = told is not None and told.is_mtp
+    if told is not None and told.is_mtp and (found := model.num_nextn_predict_layers) != 1:
+        wanted = "ngram for a model without one layer that predicts a token more "
+        wanted += f"(num_nextn_predict_layers={found})"
+        raise FieldError("speculative_config.method", wanted, told.method)
     speculation = None if told is None or name == Role.PREFILL.value else told.resolved
     has_fp8_kv = args.kv_cache_dtype != "auto" or model.has_fp8_kv
     if has_fp8_kv and model.latent is not None:
@@ -402,12 +403,6 @@ def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
         told = getattr(args, other)
         if other not in names and told != type(told)():
             raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
-
-
-def _check_mtp(told: SpeculativeArgs, model: ModelConfig) -> None:
-    if (found := model.num_nextn_predict_layers) != 1:
-        wanted = f"ngram for a model with num_nextn_predict_layers={found} (mtp takes one layer)"
-        raise FieldError("speculative_config.method", wanted, told.method)
 
 
 def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> None:

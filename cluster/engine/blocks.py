@@ -241,7 +241,8 @@ class BlockManager:
 
     def commit(self, seq: Sequence) -> None:
         """Enter the sequence's full blocks into the prefix cache, as far as their KV is there."""
-        num_full = seq.num_confirmed_tokens // self.block_size
+        num_known = min(seq.num_confirmed_tokens, seq.num_tokens - self._num_behind)
+        num_full = num_known // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
         hashes = self._hash(seq, num_full)

@@ -357,6 +357,49 @@ def test_layers_that_predict_further_tokens_are_skipped_in_one_line(
     assert refusal(load, path).startswith("tensor model.layers.2.eh_proj.weight: wanted only tens")
 
 
+@pytest.mark.feature("S04", "T05")
+@pytest.mark.parametrize("family", ["DeepseekV3"])
+def test_the_layer_that_predicts_a_token_more_is_read_beside_the_head_that_it_shares(
+    copy: Callable[..., Path],
+) -> None:
+    def extend(tensors: Tensors) -> None:
+        before, prefix = "model.layers.1.", "model.layers.2."
+        for name in [name for name in tensors if name.startswith(before)]:
+            tensors[prefix + name.removeprefix(before)] = tensors[name] + 1
+        hidden = len(tensors["model.norm.weight"])
+        for i, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
+            tensors[f"{prefix}{name}.weight"] = torch.full((hidden,), float(i))
+        tensors[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
+        for name in ("embed_tokens", "shared_head.head"):
+            tensors[f"{prefix}{name}.weight"] = torch.full((3,), torch.nan)  # which nothing reads
+
+    def load(path: Path, shard: Shard | None = None) -> Any:
+        return load_model(path, dtype=torch.float16, device="cpu", has_mtp=True)[0]
+
+    path = copy(extend)
+    model, tensors = load(path), load_file(path / "model.safetensors")
+    for name, found in (
+        ("enorm", model.mtp.enorm),
+        ("hnorm", model.mtp.hnorm),
+        ("eh_proj", model.mtp.eh_proj),
+        ("shared_head.norm", model.mtp.shared_head["norm"]),
+        ("input_layernorm", model.mtp.input_layernorm),
+        ("self_attn.kv_b_proj", model.mtp.self_attn.attn),
+    ):
+        assert torch.equal(found.weight, tensors[f"model.layers.2.{name}.weight"].to(found.dtype))
+    assert [*model.attention_layers()] == [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+    rewrite(path / "model.safetensors", lambda tensors: tensors.pop("model.layers.2.hnorm.weight"))
+    assert refusal(load, path).startswith("tensor model.layers.2.hnorm.weight: wanted in the che")
+    path = Path(shutil.copytree(path, path.parent / "unknown"))
+    rewrite(
+        path / "model.safetensors",
+        lambda tensors: tensors.update(
+            {f"model.layers.2.{name}.weight": torch.ones(52) for name in ("hnorm", "other")}
+        ),
+    )
+    assert refusal(load, path).startswith("tensor model.layers.2.other.weight: wanted only tensors")
+
+
 BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench" / "load_memory.py"
 
 ALLOWANCE = 8 * 2**20

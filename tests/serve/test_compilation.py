@@ -198,7 +198,12 @@ OPTIONS = "compilation.inductor_compile_config: wanted "
         ({"compilation": "three"}, "compilation: wanted object, found 'three'"),
         (
             {"speculative_config": '{"method": "medusa", "num_speculative_tokens": 2}'},
-            "speculative_config.method: wanted ngram, found 'medusa'",
+            "speculative_config.method: wanted ngram, mtp or deepseek_mtp, found 'medusa'",
+        ),
+        (
+            {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
+            "speculative_config.method: wanted ngram for a model without one layer that predicts a "
+            "token more (num_nextn_predict_layers=0), found 'mtp'",
         ),
         (
             {"speculative_config": {"method": "ngram"}},

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from cluster.actors.reports import ScalingTargets
-from cluster.config import CacheConfig, EngineConfig, Placement, Role, SchedulerConfig
+from cluster.config import (
+    CacheConfig,
+    EngineConfig,
+    Placement,
+    Role,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
 from model.fields import hints_of, members, words_for
@@ -332,6 +339,39 @@ def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
 
     assert numerics(1, "auto") == numerics(2, "auto")
     assert len({numerics(size, kind) for size in (1, 2) for kind in ("int8", "int4")}) == 4
+
+
+@pytest.mark.feature("T05", "D04")
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp"])
+def test_all_pools_of_a_model_that_drafts_cache_what_its_layer_for_that_has(
+    method: str, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_checkpoint, tmp_path / "v3")) / "config.json"
+    values = json.loads(path.read_text()) | {"architectures": ["DeepseekV3ForCausalLM"]}
+    values["num_key_value_heads"] = values["num_attention_heads"]
+    path.write_text(json.dumps(values))
+    plain = {"model": str(path.parent)}
+    given = plain | {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
+    prefill, decode = (pool.engine for pool in deploy_config(given).pools)
+    assert prefill.cache.has_mtp and decode.cache.has_mtp
+    # A prefill engine fills the layer's KV, and drafts nothing.
+    assert (prefill.speculation, prefill.query_len, prefill.draft_blocks) == (None, 1, 0)
+    assert (decode.speculation, decode.query_len) == (SpeculationConfig(3), 4)
+    assert prefill.kv_hash == decode.kv_hash
+    # Without the layer KV lies otherwise; tokens are the same.
+    (numerics, kv), (other_numerics, other_kv) = hashes_of(plain), hashes_of(given)
+    assert numerics == other_numerics and kv != other_kv
+    for found in (0, 2):
+        path.write_text(json.dumps(values | {"num_nextn_predict_layers": found}))
+        with pytest.raises(FieldError) as error:
+            deploy_config(given)
+        assert str(error.value) == (
+            "speculative_config.method: wanted ngram for a model without one layer that predicts a "
+            f"token more (num_nextn_predict_layers={found}), found '{method}'"
+        )
+    path.write_text(json.dumps(values))
+    with pytest.raises(FieldError, match=r"^overlap: wanted auto or off with speculative_config"):
+        deploy_config(given | {"overlap": "on"})
 
 
 # Bad arguments.

@@ -45,6 +45,21 @@ def test_equal_heads_share_blocks_and_those_of_another_salt_none() -> None:
     check_blocks(blocks, sequences)
 
 
+@pytest.mark.feature("T01", "T05")
+def test_a_block_whose_kv_follows_from_the_token_behind_is_found_before_that_token() -> None:
+    blocks = BlockManager(16, 4, enable_prefix_caching=True, num_behind=1)
+    seq = make_sequence(list(range(12)))
+    compute(blocks, seq)
+    assert seq.num_committed_blocks == 2  # what comes behind the third is not known
+    for length, num_found in ((8, 1), (9, 2), (12, 2)):
+        assert blocks.match(make_sequence(list(range(length)))) == seq.block_table[:num_found]
+    assert blocks.match(make_sequence([*range(8), 50, 51])) == seq.block_table[:1]
+    seq.token_ids.append(60)
+    blocks.commit(seq)
+    assert blocks.match(make_sequence([*range(12), 60, 61])) == seq.block_table
+    assert blocks.match(make_sequence([*range(12), 61, 61])) == seq.block_table[:2]
+
+
 def test_the_tail_is_evicted_before_the_head(blocks: BlockManager) -> None:
     seq = make_sequence(list(range(16)))
     compute(blocks, seq)

@@ -105,22 +105,28 @@ def test_what_nobody_asks_for_is_bounded() -> None:
 
 
 @pytest.mark.feature("P08")
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.sampled_from([b"", b"salt"]))
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.sampled_from([b"", b"salt"]),
+    st.integers(0, 1),
+)
 def test_an_ingress_hashes_a_prompt_as_the_engine_that_caches_it(
-    prompt: list[int], salt: bytes
+    prompt: list[int], salt: bytes, num_behind: int
 ) -> None:
     feed, index = PrefixFeed(), PrefixIndex()
-    blocks = BlockManager(16, 4, enable_prefix_caching=True, changes=feed.changes)
+    blocks = BlockManager(
+        16, 4, enable_prefix_caching=True, changes=feed.changes, num_behind=num_behind
+    )
     request = sim.make_request("r", prompt, cache_salt=salt)
     seq = Sequence(request, max_model_len=100)
     assert blocks.allocate(seq, seq.num_tokens) is not None
     seq.num_computed_tokens = seq.num_tokens
     blocks.commit(seq)
     go_on(feed, index)
-    prefixes = prompt_prefixes(request, 4)
+    prefixes = prompt_prefixes(request, 4, num_behind)
     # As many as a sequence finds: its last token is always computed.
     assert len(prefixes) == len(blocks.match(seq)) and {*prefixes} <= known(index)
-    others = prompt_prefixes(sim.make_request("r", prompt, cache_salt=b"other"), 4)
+    others = prompt_prefixes(sim.make_request("r", prompt, cache_salt=b"other"), 4, num_behind)
     assert not {*others} & known(index)
     # Whoever takes the blocks evicts what was cached.
     blocks.free(seq)

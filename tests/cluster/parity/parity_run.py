@@ -20,7 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parity_process import END, EPOCH, LOSE, REPORT, Report, context_of, num_late, record_drafts, report
+from parity_process import (
+    END,
+    EPOCH,
+    LOSE,
+    REPORT,
+    Report,
+    context_of,
+    num_late,
+    record_drafts,
+    report,
+)
 from parity_rows import Request, Row, Run
 from routed import routing
 

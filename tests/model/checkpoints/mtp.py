@@ -61,10 +61,12 @@ class MTPReference:
 
 
 @torch.no_grad()
-def save_with_mtp(path: Path, model: Any, *, noise: float, volume: float) -> MTPReference:
+def save_with_mtp(
+    path: Path, model: Any, *, noise: float, volume: float, spread: float = 0.1
+) -> MTPReference:
     """Write the checkpoint; the last layer of `model` is taken out of it. The less of either, the
     more drafts are right: `noise` of what is added to the projection that passes the next token's
-    embedding on, `volume` of what layers add to it."""
+    embedding on, `volume` of what layers add to it, `spread` of the norms' weights."""
     for name, parameter in model.named_parameters():
         if name.endswith(QUIET):
             parameter *= volume
@@ -77,11 +79,11 @@ def save_with_mtp(path: Path, model: Any, *, noise: float, volume: float) -> MTP
     config["num_nextn_predict_layers"] = 1
     (path / "config.json").write_text(json.dumps(config))
     weights = {
-        "enorm": 1 + 0.1 * torch.randn(hidden),
-        "hnorm": 1 + 0.1 * torch.randn(hidden),
+        "enorm": 1 + spread * torch.randn(hidden),
+        "hnorm": 1 + spread * torch.randn(hidden),
         "eh_proj": EMBEDDED * torch.eye(hidden, 2 * hidden)
         + noise * torch.randn(hidden, 2 * hidden),
-        "shared_head.norm": 1 + 0.1 * torch.randn(hidden),
+        "shared_head.norm": 1 + spread * torch.randn(hidden),
         "embed_tokens": model.model.embed_tokens.weight.clone(),
         "shared_head.head": model.lm_head.weight.clone(),
     }
