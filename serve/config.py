@@ -498,8 +498,8 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
 def _kv_hash(content: bytes, pool: PoolConfig) -> str:
     engine = pool.engine
     size = engine.parallel.tensor_parallel_size
-    cache, dtypes = engine.cache, (engine.dtype, engine.kv_dtype, engine.quantization)
-    return _digest(content, KV_AXES, dtypes, cache.block_size, size, cache.has_mtp)
+    dtypes = (engine.dtype, engine.kv_dtype, engine.quantization)
+    return _digest(content, KV_AXES, dtypes, engine.cache.block_size, size, engine.cache.has_mtp)
 
 
 def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:

@@ -86,7 +86,7 @@ class Sequence:
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""
     next_draft: list[int] = field(default_factory=list)
-    """What may come behind its last token, as far as the step that drew that told."""
+    """What may come behind its last token, as far as the step that drew that told here."""
     history: tuple[npt.NDArray[np.int32], int] | None = None
     """Of its tokens, so many: what a drafter looks for drafts in."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -129,7 +129,6 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.prompt_logprobs = []
-        self.next_draft = []
         self.matcher = None
         self.handoff = None
         self.status = SequenceStatus.WAITING

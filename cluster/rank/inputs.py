@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.config import EngineConfig
-from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
+from cluster.rank.buffers import Staging, StaticBuffer, upload_array
 from cluster.rank.row_rules import Counted, RowRulesTables
 from cluster.wire.messages import PENDING, RowAdmission, StepPlan
 from compile.context import SpecDecodeMetadata
@@ -229,22 +229,23 @@ class StepInputs:
         self._last_tokens[batch.sampled_rows] = token_ids
 
     def _behind(self, plan: StepPlan) -> SpecDecodeMetadata:
-        upload = partial(upload_once, dtype=torch.int64, device=self.device)
-        output_index = np.array(plan.output_index)
-        num_drawn = np.array(plan.num_drawn, dtype=np.int64)[output_index >= 0]
+        """Return what is behind the plan's tokens; what is drawn is laid out already."""
+        draws = np.array(plan.output_index) >= 0
+        num_drawn = np.array(plan.num_drawn, dtype=np.int64)[draws]
         ends, last = np.cumsum(plan.num_new) - 1, np.cumsum(num_drawn) - 1
-        num_drafted = num_drawn - 1
         is_last = np.zeros(num_drawn.sum(), dtype=bool)
         is_last[last] = True
+        drafted = [token for *_, draft in plan.drafts() for token in draft]
+        upload = partial(upload_array, device=self.device)
         return SpecDecodeMetadata(
-            num_draft_tokens=upload(num_drafted),
-            cu_num_draft_tokens=upload(np.cumsum(num_drafted)),
-            draft_token_ids=upload(token for *_, draft in plan.drafts() for token in draft),
+            num_draft_tokens=upload(num_drawn - 1),
+            cu_num_draft_tokens=upload(np.cumsum(num_drawn - 1)),
+            draft_token_ids=upload(np.array(drafted, dtype=np.int64)),
             target_logits_indices=upload(np.flatnonzero(~is_last)),
             bonus_logits_indices=upload(last),
             logits_indices=self._logits_index.stage(len(is_last)),
-            known_indices=upload(ends[output_index < 0]),
-            known_token_ids=upload(plan.known_token_ids),
+            known_indices=upload(ends[~draws]),
+            known_token_ids=upload(np.array(plan.known_token_ids, dtype=np.int64)),
         )
 
     def _draft_table(self, plan: StepPlan, rows: np.ndarray) -> torch.Tensor:

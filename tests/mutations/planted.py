@@ -26,6 +26,8 @@ REPLAYED_IN_PIECES = (
 KERNELS, FP8_KV = "tests/model/kernels/test_kernels.py", "tests/model/test_fp8_kv.py"
 FORWARD = "tests/cluster/rank/test_forward.py"
 MATRIX_DRAFTS = "tests/cluster/parity/test_matrix.py::test_row[six_heads-drafted-3_drafts]"
+MATRIX_MTP = "tests/cluster/parity/test_matrix.py::test_row[deepseek3_mtp-{}-mtp]"
+MTP = "tests/cluster/rank/test_mtp.py"
 TRACES = "tests/cluster/engine/test_random_traces.py"
 AHEAD = "tests/serve/test_llm_overlap.py"
 WIRED = "tests/serve/test_wired.py"
@@ -58,7 +60,7 @@ MUTATIONS = (
     Mutation(
         "The prefix cache is offered blocks that a step in flight computes (T04).",
         "cluster/engine/blocks.py",
-        {"= seq.num_confirmed_tokens // self": "= seq.num_computed_tokens // self"},
+        {"min(seq.num_confirmed_tokens,": "min(seq.num_computed_tokens,"},
         (TRACES,),
     ),
     Mutation(
@@ -302,6 +304,52 @@ MUTATIONS = (
         "cluster/engine/scheduler.py",
         {"seq.masked_row(num_rows, drafts.get(i, []))": "seq.masked_row(num_rows, [])"},
         ("tests/serve/requests/test_structured.py::test_drafts_are_checked_against_the_grammar",),
+    ),
+    Mutation(
+        "The MTP layer runs on the step's tokens in place of those behind them (T05, D04).",
+        "model/layers/decoder.py",
+        {"token_ids = metadata.token_ids_behind(input_ids, drawn)": "token_ids = input_ids"},
+        (MTP,),
+    ),
+    Mutation(
+        "The MTP layer looks at the second token of a sequence (S04).",
+        "model/layers/decoder.py",
+        {"(positions == 0).unsqueeze(-1)": "(positions < 0).unsqueeze(-1)"},
+        (MATRIX_MTP.format("drafted-1_drafts"),),
+    ),
+    Mutation(
+        "At a chunk's end the MTP layer takes the next sequence's token for the one behind (T05).",
+        "compile/context.py",
+        {"        behind[self.known_indices] = self.known_token_ids\n": ""},
+        (MATRIX_MTP.format("everything-2_drafts"),),
+    ),
+    Mutation(
+        "A rank without work does not run the MTP layer (T05, P04).",
+        "cluster/rank/runner.py",
+        {
+            "        if self.config.cache.has_mtp:\n            known": (
+                "        if self.config.cache.has_mtp and plan.num_seqs:\n            known"
+            )
+        },
+        (MATRIX_MTP.format("drafted-1x2-O0_FULL_DECODE_ONLY-3_drafts"),),
+    ),
+    Mutation(
+        "Followers run the MTP layer without knowing what was drawn (T05).",
+        "cluster/rank/runner.py",
+        {"self.shard.broadcast(drawn.token_ids)": "self.config.overlap and drawn"},
+        (MATRIX_MTP.format("drafted-2x1-O0_FULL_DECODE_ONLY-2_drafts"),),
+    ),
+    Mutation(
+        "Further drafts are written where block 0 lies, for all rows alike (T05).",
+        "cluster/rank/runner.py",
+        {"self.inputs.first_draft_block = self.num_blocks + 1": "pass"},
+        (MATRIX_MTP.format("everything-2_drafts"), MATRIX_MTP.format("seeded-3_drafts")),
+    ),
+    Mutation(
+        "A cached block is found whatever token is behind it where KV follows from that (T05).",
+        "cluster/engine/blocks.py",
+        {"end = (i + 1) * size + self._num_behind": "end = (i + 1) * size"},
+        ("tests/cluster/engine/test_blocks.py", MTP),
     ),
     Mutation(
         "next_pow2 loses the last of its six steps (J05).",

@@ -260,9 +260,11 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
 
 
 def of_role(config: EngineConfig, role: Role) -> EngineConfig:
-    """Return a pool's configuration, as `deploy` resolves it: what fills prompts drafts nothing."""
-    drafts = None if role is Role.PREFILL else config.speculation
-    return replace(config, role=role, speculation=drafts)
+    """Return a pool's configuration, as `deploy` resolves it for a GPU: what fills prompts drafts
+    nothing, and may be planned ahead where others draft."""
+    if role is not Role.PREFILL or config.speculation is None:
+        return replace(config, role=role)
+    return replace(config, role=role, speculation=None, overlap=True)
 
 
 async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
