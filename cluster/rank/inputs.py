@@ -211,9 +211,11 @@ class StepInputs:
         self._sampled_index.host[:num_sampled] = sampled_rows
         sampling, wants_logprobs = self._sampling(sampled_rows, positions, plan)
         staged = self._stage(num_decodes, num_tokens, num_seqs, num_sampled)
-        behind = self._behind(plan) if self._has_mtp else None
-        table = self._draft_table(plan, rows) if self._draft_blocks else None
-        batch = StepBatch(*staged, sampling, wants_logprobs, behind, table)
+        batch = StepBatch(*staged, sampling, wants_logprobs)
+        if self._has_mtp:
+            table = self._draft_table(plan, rows) if self._draft_blocks else None
+            behind = self._behind(plan, batch.logits_index)
+            batch = replace(batch, behind=behind, draft_table=table)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -228,12 +230,12 @@ class StepInputs:
         """
         self._last_tokens[batch.sampled_rows] = token_ids
 
-    def _behind(self, plan: StepPlan) -> SpecDecodeMetadata:
-        """Return what is behind the plan's tokens; what is drawn is laid out already."""
+    def _behind(self, plan: StepPlan, logits_index: torch.Tensor) -> SpecDecodeMetadata:
+        """Return what is behind the plan's tokens. logits_index: [N]"""
         draws = np.array(plan.output_index) >= 0
         num_drawn = np.array(plan.num_drawn, dtype=np.int64)[draws]
         ends, last = np.cumsum(plan.num_new) - 1, np.cumsum(num_drawn) - 1
-        is_last = np.zeros(num_drawn.sum(), dtype=bool)
+        is_last = np.zeros(len(logits_index), dtype=bool)
         is_last[last] = True
         drafted = [token for *_, draft in plan.drafts() for token in draft]
         upload = partial(upload_array, device=self.device)
@@ -243,7 +245,7 @@ class StepInputs:
             draft_token_ids=upload(np.array(drafted, dtype=np.int64)),
             target_logits_indices=upload(np.flatnonzero(~is_last)),
             bonus_logits_indices=upload(last),
-            logits_indices=self._logits_index.stage(len(is_last)),
+            logits_indices=logits_index,
             known_indices=upload(ends[~draws]),
             known_token_ids=upload(np.array(plan.known_token_ids, dtype=np.int64)),
         )

@@ -4,13 +4,17 @@ other, through the offline API."""
 from __future__ import annotations
 
 import random
+import shutil
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.engine.engine import OverlappedEngine
 from cluster.rank.runner import LaunchedStep, ModelRunner
 from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan
+from model.config import ModelConfig
+from serve.config import bundled_model
 from serve.llm import LLM, RequestOutput, SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -32,6 +36,35 @@ def engines() -> dict[str, LLM]:
         "off": LLM(overlap="off", **SIZES),
         "on": LLM(overlap="on", **SIZES),
         "drafting": LLM(speculative_config=ngram, **SIZES),
+    }
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
+    """Engines of a DeepSeek-V3 model; the drafting one has its MTP layer."""
+    import transformers
+    from mtp import save_with_mtp
+
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("v3")
+    latent = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = transformers.DeepseekV3Config(
+        **{"vocab_size": ModelConfig.from_dir(bundled_model()).vocab_size, "hidden_size": 32},
+        **{"intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "v_head_dim": 8, "first_k_dense_replace": 1},
+        **{"n_group": 1, "topk_group": 1, "max_position_embeddings": 96, "initializer_range": 0.3},
+        **latent,
+        **experts,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    save_with_mtp(path, model, noise=0.05, volume=0.1)
+    for file in bundled_model().glob("*token*.json"):
+        shutil.copy(file, path)
+    mtp = {"method": "mtp", "num_speculative_tokens": 3}
+    return {
+        "off": LLM(path, overlap="off", **SIZES),
+        "drafting": LLM(path, speculative_config=mtp, **SIZES),
     }
 
 
@@ -96,8 +129,17 @@ def values(output: RequestOutput) -> list[float]:
 @pytest.mark.parametrize("seed", range(2))
 def test_planning_ahead_and_drafting_change_no_output(engines: dict[str, LLM], seed: int) -> None:
     """In a pool that pre-empts: stops, seeds, penalties, limits, log-probabilities."""
+    check_equal(engines, seed)
+
+
+@pytest.mark.feature("T05", "D04")
+def test_drafts_of_the_model_s_own_layer_change_no_output(predicting: dict[str, LLM]) -> None:
+    check_equal(predicting, 0)
+
+
+def check_equal(engines: dict[str, LLM], seed: int) -> None:
     rng = random.Random(seed)
-    vocab = engines["on"].runner.model_config.vocab_size
+    vocab = engines["off"].runner.model_config.vocab_size
     shared = [rng.randrange(vocab) for _ in range(9)]
     prompts: list[Any] = []
     for _ in range(14):
@@ -118,7 +160,7 @@ def test_planning_ahead_and_drafting_change_no_output(engines: dict[str, LLM], s
         for other in others:
             assert told(plain) == told(other)
             assert values(plain) == pytest.approx(values(other), abs=1e-4)
-    reasons = [output.outputs[0].finish_reason for output in found["on"]]
+    reasons = [output.outputs[0].finish_reason for output in found["off"]]
     assert {"stop", "length"} == set(reasons)
 
 
