@@ -260,7 +260,7 @@ def predicting() -> Iterator[Any]:
     yield predicted(Row("", "seeded", drafts=3))
     yield predicted(Row("", "prefix", drafts=1), is_slow=True)
     yield predicted(Row("", "logprobs", drafts=6), is_slow=True)
-    yield predicted(Row("", "drafted", mode=DECODE_ONLY, drafts=1))
+    yield predicted(Row("", "drafted", mode=DECODE_ONLY, drafts=1), is_slow=True)
     yield predicted(Row("", "drafted", mode=FULL, drafts=2, scores=True))
     yield predicted(Row("", "drafted", mode=PIECEWISE, drafts=1), is_slow=True)
     yield predicted(Row("", "drafted", level=3, mode=BOTH, compiler="eager", drafts=1))
