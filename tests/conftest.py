@@ -249,8 +249,15 @@ def _start_ray(ray: Any, num_attempts: int = 5) -> Any:
         return _start_ray(ray, num_attempts - 1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _whole_heap_at_the_end() -> Iterator[None]:
+    """Let the interpreter free everything when it ends: nanobind prints what it finds then."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def _small_heap() -> None:
+def _small_heap(_whole_heap_at_the_end: None) -> None:
     """Keep garbage collection from looking, again and again, through what was there before."""
     gc.collect()
     gc.freeze()
