@@ -50,8 +50,9 @@ FREE_STREAMS = 4
 """So many streams send each token as it comes."""
 CHUNK_COST = 0.001
 """Seconds of a core that a chunk costs Ray's Python proxy and the ingress together."""
-HAPROXY_CHUNK_COST = 0.00012
-"""The same behind HAProxy."""
+HAPROXY_CHUNK_COST = 0.00035
+"""The same behind HAProxy, beside an engine on the same cores. Where there are cores to spare it is
+0.00006: most of it is what the engine's threads, which wait for one another, lose by a chunk."""
 CHUNK_SHARE = 0.25
 """Of one core, for chunks of all streams of an ingress."""
 MAX_TICK_S = 0.1
