@@ -87,7 +87,7 @@ def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the
         mailbox, loop = Mailbox("r", tick), asyncio.get_running_loop()
         await asyncio.sleep(1)
         tick.call(lambda: None)
-        await asyncio.sleep(0.01)  # behind this tick, the next is 0.1 s later
+        await asyncio.sleep(0.01)
         mailbox.put(scored_output(0, [0]))
         await take()
         for position in range(1, 4):
