@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,23 @@ def request(number: int) -> Submit:
     return submit_of(f"r{number}", [5, 6, 7, 8], max_tokens=50)
 
 
+INTEGERS = {"dtype": "float16", "quantization": "int8"}
+"""Only what linear layers hold as integers is packed, and then traced otherwise, in this dtype."""
+
+
 @pytest.mark.feature("X06")
+@pytest.mark.parametrize(
+    "held", [{}, pytest.param(INTEGERS, marks=pytest.mark.slow)], ids=["plain", "integers"]
+)
 def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm(
-    oracle: Any, tmp_path: Path
+    held: dict[str, Any], oracle: Any, tmp_path: Path
 ) -> None:
     path = oracle.path
-    eager = compiling(path, tmp_path, level=0, cudagraph_mode="NONE")
+    eager = replace(compiling(path, tmp_path, level=0, cudagraph_mode="NONE"), **held)
     with started(eager) as runner:
         outputs = run(assemble_engine(eager, runner), [request(0).request])
         wanted = tokens_of(outputs["r0"])
-    config = compiling(path, tmp_path)
+    config = replace(compiling(path, tmp_path), **held)
     with counter.expect(num_backend_compilations=0), started(config) as runner:
         switch = runner.switch
         assert not switch.is_over and not is_sealed()
