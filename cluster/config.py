@@ -10,7 +10,7 @@ from typing import Literal
 from compile.config import CompilationConfig
 from compile.errors import FieldError
 from compile.resolve import StepLimits
-from model.quantization import Held
+from model.quantization import WeightFormat
 
 PLACEMENT_TIMEOUT_S = 30.0
 """How long replicas may wait to be placed before `/ready` says what they lack."""
@@ -138,7 +138,7 @@ class EngineConfig:
     """Prompt and output tokens of one sequence together."""
     dtype: str = "float32"
     """float32, bfloat16 or float16: of weights and activations."""
-    quantization: Held = "auto"
+    quantization: WeightFormat = "auto"
     """What linear layers hold; auto: as `dtype`."""
     device: str = "cpu"
     role: Role = Role.MIXED

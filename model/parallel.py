@@ -19,7 +19,7 @@ import torch.distributed as dist
 from compile.custom_op import direct_register_custom_op
 from compile.errors import FieldError
 from model.kernels.cpu.communicator import ShmCommunicator
-from model.quantization import Held
+from model.quantization import WeightFormat
 
 # A name is free again when its group is gone.
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
@@ -222,5 +222,5 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     shard: Shard = Shard()
-    quantization: Held = "auto"
+    quantization: WeightFormat = "auto"
     """What linear layers hold."""

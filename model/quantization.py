@@ -17,7 +17,7 @@ from compile.errors import FieldError, Words
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
-Held = Literal["auto", "int8", "int4"]
+WeightFormat = Literal["auto", "int8", "int4"]
 """What linear layers hold on a CPU: numbers of the model's dtype, or integers."""
 MOST_SHARE = 128
 """Inputs of a group of 4-bit integers."""
@@ -60,7 +60,7 @@ class Integers:
     group: int
 
 
-def integers_for(held: Held, num_inputs: int) -> Integers | None:
+def integers_for(held: WeightFormat, num_inputs: int) -> Integers | None:
     """Return how a layer with so many inputs on this rank holds its weight, None as it is read: 8
     bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as many of
     120, 112 and so on as divide the inputs. A FieldError if none does."""

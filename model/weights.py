@@ -26,7 +26,7 @@ from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
-from model.quantization import Held, Quantization
+from model.quantization import Quantization, WeightFormat
 from model.stored_weights import FLOATS, Cut, Stored, plain_tensor, stored_tensors, values_of
 
 SINGLE_FILE = "model.safetensors"
@@ -332,7 +332,7 @@ def load_model(
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,
     has_fp8_kv: bool = False,
-    quantization: Held = "auto",
+    quantization: WeightFormat = "auto",
     has_mtp: bool = False,
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
@@ -352,7 +352,7 @@ def blank_model(
     *,
     shard: Shard = ALONE,
     dtype: torch.dtype,
-    quantization: Held = "auto",
+    quantization: WeightFormat = "auto",
 ) -> tuple[CausalLM, ModelConfig]:
     """Return the model that `load_model` returns on a CPU, without values: to be traced, not run.
     It takes memory for its largest parameter and no more."""

@@ -32,7 +32,7 @@ from cluster.config import (
 )
 from compile.errors import FieldError
 from model.fields import Source, at_least, convert, hints_of, says
-from model.quantization import Held
+from model.quantization import WeightFormat
 from serve.compilation import (
     CudaGraphConfig,
     TorchCompileConfig,
@@ -69,7 +69,7 @@ Switch = Literal["on", "off"]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], says("auto, float32, bfloat16, float16")
 ]
-Quantization = Annotated[Held, says("auto, int8 or int4")]
+Quantization = Annotated[WeightFormat, says("auto, int8 or int4")]
 KVCacheDtype = Annotated[Literal["auto", "fp8", "fp8_e4m3"], says("auto, fp8 or fp8_e4m3")]
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]

@@ -446,10 +446,10 @@ class StepForward:
         int64 [N]
         """
         hidden = self._run_mtp(batch, num_seqs, hidden, drawn, agreed.num_tokens_across_dp)
-        num_drafts, behind = self._inputs.query_len - 1, batch.behind
+        num_drafts, metadata = self._inputs.query_len - 1, batch.spec_decode_metadata
         if not num_drafts:
             return None
-        last = batch.logits_index[:0] if behind is None else behind.last_accepted(drawn)
+        last = batch.logits_index[:0] if metadata is None else metadata.last_accepted(drawn)
         if not len(last) and self._group.dp_size == 1:
             return None
         hidden, positions = hidden[last], batch.positions[last]
@@ -504,7 +504,7 @@ class StepForward:
             positions=places,
             attention=attention,
             adapters=None,
-            behind=None,
+            spec_decode_metadata=None,
         )
 
     def _run_mtp(
@@ -585,7 +585,7 @@ class StepForward:
             ),
             dp_metadata=dp_metadata,
             adapters=batch.adapters,
-            spec_decode_metadata=batch.behind,
+            spec_decode_metadata=batch.spec_decode_metadata,
             batch_descriptor=key,
             cudagraph_runtime_mode=mode,
         )

@@ -44,7 +44,7 @@ class StepBatch:
     sampling: SamplingTensors
     wants_logprobs: list[int]
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
-    behind: SpecDecodeMetadata | None = None
+    spec_decode_metadata: SpecDecodeMetadata | None = None
     """None without an MTP layer, and of padding."""
     draft_table: torch.Tensor | None = None
     """int32 [D, columns]: a block table of each sequence that draws, longer by what its drafts
@@ -214,8 +214,8 @@ class StepInputs:
         batch = StepBatch(*staged, sampling, wants_logprobs)
         if self._has_mtp:
             table = self._draft_table(plan, rows) if self._draft_blocks else None
-            behind = self._behind(plan, batch.logits_index)
-            batch = replace(batch, behind=behind, draft_table=table)
+            metadata = self._spec_decode_metadata(plan, batch.logits_index)
+            batch = replace(batch, spec_decode_metadata=metadata, draft_table=table)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -230,8 +230,10 @@ class StepInputs:
         """
         self._last_tokens[batch.sampled_rows] = token_ids
 
-    def _behind(self, plan: StepPlan, logits_index: torch.Tensor) -> SpecDecodeMetadata:
-        """Return what is behind the plan's tokens. logits_index: [N]"""
+    def _spec_decode_metadata(
+        self, plan: StepPlan, logits_index: torch.Tensor
+    ) -> SpecDecodeMetadata:
+        """Return where drafts are scored, and which tokens follow the plan's. logits_index: [N]"""
         draws = np.array(plan.output_index) >= 0
         num_drawn = np.array(plan.num_drawn, dtype=np.int64)[draws]
         ends, last = np.cumsum(plan.num_new) - 1, np.cumsum(num_drawn) - 1

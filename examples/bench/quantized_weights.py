@@ -42,10 +42,10 @@ from cluster.group.context import RankContext  # noqa: E402
 from cluster.rank.runner import ModelRunner  # noqa: E402
 from compile.config import CompilationConfig  # noqa: E402
 from model.kernels.cpu import packed_linear  # noqa: E402
-from model.quantization import Held  # noqa: E402
+from model.quantization import WeightFormat  # noqa: E402
 from model.weights import load_model  # noqa: E402
 
-KINDS: tuple[Held, ...] = ("auto", "int8", "int4")
+KINDS: tuple[WeightFormat, ...] = ("auto", "int8", "int4")
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
             before = packed_bytes()
             runners[kind] = runner_of(path, kind, options)
             held[kind] = packed_bytes() - before + plain_bytes(runners[kind].model)
-    rates: dict[Held, list[float]] = {kind: [] for kind in KINDS}
+    rates: dict[WeightFormat, list[float]] = {kind: [] for kind in KINDS}
     for count in options.batches:
         decodes = {k: our_steps(r, count, options.context) for k, r in runners.items()}
         for kind, took in alternate(decodes, options.rounds, options.turn).items():
@@ -99,9 +99,9 @@ def write_checkpoint(path: Path, layers: int) -> None:
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
 
 
-def load_seconds(path: Path, dtype: str) -> dict[Held, float]:
+def load_seconds(path: Path, dtype: str) -> dict[WeightFormat, float]:
     """Return the median time of loads of each kind, which take turns; a first turn warms up."""
-    seconds: dict[Held, list[float]] = {kind: [] for kind in KINDS}
+    seconds: dict[WeightFormat, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(4):
         for kind, found in seconds.items():
             began = time.perf_counter()
@@ -111,7 +111,7 @@ def load_seconds(path: Path, dtype: str) -> dict[Held, float]:
     return {kind: statistics.median(found) for kind, found in seconds.items()}
 
 
-def runner_of(path: Path, kind: Held, options: argparse.Namespace) -> ModelRunner:
+def runner_of(path: Path, kind: WeightFormat, options: argparse.Namespace) -> ModelRunner:
     """Return a runner with room for the largest batch."""
     seqs = max(options.batches)
     blocks = -(-(options.context + (options.rounds + 2) * options.turn + 8) // BLOCK_SIZE)

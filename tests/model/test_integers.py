@@ -23,11 +23,11 @@ from model.kernels.cpu.packed_linear import PackedWeight, packed_linear
 from model.layers.decoder import CausalLM
 from model.layers.linear import Linear
 from model.parallel import Shard
-from model.quantization import Held, integers_for
+from model.quantization import WeightFormat, integers_for
 from model.weights import blank_model, load_model
 from serve.llm import LLM, SamplingParams
 
-KINDS_HELD: tuple[Held, Held] = ("int8", "int4")
+KINDS_HELD: tuple[WeightFormat, WeightFormat] = ("int8", "int4")
 DTYPES = (torch.float32, torch.bfloat16)
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,11 +59,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def packed(weight: torch.Tensor, held: Held) -> PackedWeight:
+def packed(weight: torch.Tensor, held: WeightFormat) -> PackedWeight:
     return PackedWeight(weight, integers_for(held, weight.shape[1]))
 
 
-def held_numbers(weight: torch.Tensor, held: Held) -> torch.Tensor:
+def held_numbers(weight: torch.Tensor, held: WeightFormat) -> torch.Tensor:
     """Return what a weight's integers stand for."""
     made = packed(weight, held)
     return module._widened(module._entry(made.handle))
@@ -81,7 +81,7 @@ def assert_equal_to_rounding(
 
 
 def multiplies(
-    held: Held, dtype: torch.dtype, rows: int, shape: tuple[int, int], seed: int
+    held: WeightFormat, dtype: torch.dtype, rows: int, shape: tuple[int, int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator).to(dtype)
@@ -114,7 +114,7 @@ def multiplies(
 @example(held="int4", dtype=torch.float32, rows=13, outputs=33, inputs=272, seed=1)
 @example(held="int8", dtype=torch.float32, rows=12, outputs=5, inputs=300, seed=1)
 def test_products_are_those_of_rounded_weights_whatever_rows_stand_beside(
-    held: Held, dtype: torch.dtype, rows: int, outputs: int, inputs: int, seed: int
+    held: WeightFormat, dtype: torch.dtype, rows: int, outputs: int, inputs: int, seed: int
 ) -> None:
     multiplies(held, dtype, rows, (outputs, inputs), seed)
 
@@ -122,7 +122,7 @@ def test_products_are_those_of_rounded_weights_whatever_rows_stand_beside(
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("held", KINDS_HELD)
 def test_torch_multiplies_where_no_kernel_does(
-    held: Held, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    held: WeightFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "native_library", lambda: None)
     monkeypatch.setattr(module, "native_function", lambda *_: None)
@@ -137,7 +137,9 @@ def test_torch_multiplies_where_no_kernel_does(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", KINDS_HELD)
-def test_threads_share_columns_of_outputs(held: Held, dtype: torch.dtype, threads: int) -> None:
+def test_threads_share_columns_of_outputs(
+    held: WeightFormat, dtype: torch.dtype, threads: int
+) -> None:
     torch.set_num_threads(threads)
     try:
         multiplies(held, dtype, 200, (509, 384), 1)
@@ -146,7 +148,7 @@ def test_threads_share_columns_of_outputs(held: Held, dtype: torch.dtype, thread
 
 
 @pytest.mark.parametrize("held", KINDS_HELD)
-def test_numbers_are_within_half_a_step_and_integers_come_back(held: Held) -> None:
+def test_numbers_are_within_half_a_step_and_integers_come_back(held: WeightFormat) -> None:
     weight = torch.randn(70, 256)
     wide = held_numbers(weight, held)
     assert torch.equal(wide, rounded(weight, held))
@@ -194,7 +196,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 @pytest.mark.feature("S08")
 @pytest.mark.parametrize("held", KINDS_HELD)
-def test_a_model_holds_a_half_or_a_quarter(held: Held) -> None:
+def test_a_model_holds_a_half_or_a_quarter(held: WeightFormat) -> None:
     found = {}
     for kind in ("auto", held):
         model, _ = load_model(TINY, dtype=torch.bfloat16, device="cpu", quantization=kind)
@@ -211,7 +213,7 @@ def test_a_model_holds_a_half_or_a_quarter(held: Held) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("held", KINDS_HELD)
 def test_logits_are_those_of_a_model_with_rounded_weights(
-    held: Held, family: str, make_checkpoint: Any, paged: Any
+    held: WeightFormat, family: str, make_checkpoint: Any, paged: Any
 ) -> None:
     path, reference = make_checkpoint(family=family, **FAMILIES[family])
     wanted_model = rounded_model(reference, held)
@@ -229,7 +231,7 @@ def test_logits_are_those_of_a_model_with_rounded_weights(
 @pytest.mark.parametrize("held", KINDS_HELD)
 @pytest.mark.parametrize("kind", ["int by channel", "fp8", "gptq 4", "awq"])
 def test_a_quantized_checkpoint_is_held_as_the_plain_one(
-    kind: str, held: Held, make_checkpoint: Any, paged: Any, tmp_path: Path
+    kind: str, held: WeightFormat, make_checkpoint: Any, paged: Any, tmp_path: Path
 ) -> None:
     source, _ = make_checkpoint(family="Qwen3Moe", **FAMILIES["Qwen3Moe"], intermediate_size=96)
     ids, logits = torch.randint(509, (12,)), []
@@ -240,7 +242,7 @@ def test_a_quantized_checkpoint_is_held_as_the_plain_one(
 
 
 @pytest.mark.parametrize("held", KINDS_HELD)
-def test_each_of_two_ranks_rounds_its_part(held: Held, make_checkpoint: Any) -> None:
+def test_each_of_two_ranks_rounds_its_part(held: WeightFormat, make_checkpoint: Any) -> None:
     path, reference = make_checkpoint(intermediate_size=512)
     wanted = dict(rounded_model(reference, held, 2).named_parameters())
     for rank in range(2):
@@ -254,7 +256,9 @@ def test_each_of_two_ranks_rounds_its_part(held: Held, make_checkpoint: Any) -> 
 
 
 @pytest.mark.parametrize("held", KINDS_HELD)
-def test_a_blank_model_has_the_tensors_of_a_loaded_one(held: Held, make_checkpoint: Any) -> None:
+def test_a_blank_model_has_the_tensors_of_a_loaded_one(
+    held: WeightFormat, make_checkpoint: Any
+) -> None:
     def shapes(model: CausalLM) -> dict[str, Any]:
         state = model.state_dict()
         return {name: (t.dtype, t.shape, t.stride()) for name, t in state.items()}
@@ -277,7 +281,7 @@ def test_a_blank_model_has_the_tensors_of_a_loaded_one(held: Held, make_checkpoi
 )
 @pytest.mark.parametrize("held", KINDS_HELD)
 def test_the_bundled_model_is_served(
-    held: Held, options: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+    held: WeightFormat, options: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     import transformers
 

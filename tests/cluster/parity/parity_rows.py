@@ -17,7 +17,7 @@ from cluster.wire.messages import EngineOutput, GenerateRequest, StepKind
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 from model.config import ModelConfig
-from model.quantization import Held
+from model.quantization import WeightFormat
 
 NUM_TOKENS = 64
 SEEDED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1}
@@ -134,7 +134,7 @@ class Row:
     """The oracle is transformers with a cache of what e4m3 holds."""
     has_adapters: bool = False
     """Requests take turns: none, the first adapter, the second. The oracle has them merged."""
-    held: Held = "auto"
+    held: WeightFormat = "auto"
     """What linear layers hold. The oracle's have the numbers that it stands for."""
 
     @property

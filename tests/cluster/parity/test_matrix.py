@@ -16,7 +16,7 @@ from parity_oracle import SHAPES, SLOW_SHAPES, SPARSE, features_of
 from parity_rows import LOADS, Row
 
 from compile.config import CUDAGraphMode
-from model.quantization import Held
+from model.quantization import WeightFormat
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -336,7 +336,7 @@ def integers() -> Iterator[Any]:
     yield held("int4", Row("one kv head", "few", 2, has_adapters=True), True)
 
 
-def held(kind: Held, row: Row, is_slow: bool = False) -> Any:
+def held(kind: WeightFormat, row: Row, is_slow: bool = False) -> Any:
     return case(replace(row, held=kind), "S08", is_slow)
 
 

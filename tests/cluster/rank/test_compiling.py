@@ -23,7 +23,7 @@ from compile.errors import FieldError
 from compile.pieces.diagnose import GraphBreakError
 from compile.scope import CompileScope
 from model.parallel import Shard
-from model.quantization import Held
+from model.quantization import WeightFormat
 
 
 def scope_of(
@@ -129,7 +129,7 @@ def test_neither_role_nor_rank_nor_sizes_of_graphs_are_in_the_key(tiny_checkpoin
 
 @pytest.mark.feature("S08")
 def test_what_linear_layers_hold_is_in_the_key(tiny_checkpoint: Path) -> None:
-    kinds: tuple[Held, ...] = ("auto", "int8", "int4")
+    kinds: tuple[WeightFormat, ...] = ("auto", "int8", "int4")
     pools = graph_pools(CompilationConfig(), torch.device("cpu"))
     group = GroupMembership(None, Shard())
     factors = []
