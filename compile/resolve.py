@@ -252,7 +252,7 @@ def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
 
 
 FUSED_SUM = "fuse_all_reduce_rms_norm"
-NORM_PASSES = ("fuse_add_rms_norm", FUSED_SUM)
+DEFAULT_PASSES = ("fuse_add_rms_norm", FUSED_SUM)
 
 
 def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     that a norm is on a GPU."""
     if config.passes is not None:
         return config.passes
-    return () if config.has_inductor and facts.is_cpu else NORM_PASSES
+    return () if config.has_inductor and facts.is_cpu else DEFAULT_PASSES
 
 
 _NO_INDUCTOR = "where Inductor compiles (use_inductor=false runs pieces as they were traced)"

@@ -128,7 +128,7 @@ class _Generation(msgspec.Struct):
     eos_token_id: _EndTokens = None
 
 
-_SPELLINGS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PARTICULAR = {name for family in FAMILIES.values() for name in family.defaults}
 _COMMON = set(_File.__struct_encode_fields__) - _PARTICULAR
 
@@ -393,7 +393,7 @@ def _layer_windows(
 
 def _experts(file: _File, family: Family, given: Mapping[str, Any]) -> Experts | None:
     """Return the experts of a sparse family's model; None where no layer has some."""
-    known = [name for name in _SPELLINGS if name in family.defaults]
+    known = [name for name in _EXPERT_COUNTS if name in family.defaults]
     first, *others = [name for name in known if name in given] or known
     num_experts: int = getattr(file, first)
     for other in others:

@@ -1,8 +1,9 @@
 """The step: the heart of Lockstep. It is checked to be the same on all ranks of a group.
 
 1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
-2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
-3. `channel.send(plan, agreed)` hands the plan to the followers, if there are any.
+2. `lockstep.agree(vote)` exchanges votes, of which each leader makes the same `StepAgreement`.
+3. `channel.send(plan, agreed)` hands both to the followers, if there are any, with a digest that
+   each compares with its own (`divergence.py`).
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
    confirmed the same step; it rarely blocks, because building inputs takes longer. An agreement may

@@ -74,6 +74,7 @@ carries all sockets of the process."""
 NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
+"""Ranks hold it as float32: one below that type's smallest normal number is taken as that."""
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Repetition = Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
@@ -309,7 +310,7 @@ class FinishReason(enum.StrEnum):
     KV_LOST = "kv_lost"
     """The prompt's KV could not be read, or an output is missing: it begins again elsewhere."""
     DIED = "died"
-    """The connection to its leader ended before the stage did."""
+    """What ran it is gone: its leader's connection ended, or its replica was rebuilt or stopped."""
 
 
 class EngineOutput(GrowingWire, frozen=True, kw_only=True):

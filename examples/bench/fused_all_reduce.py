@@ -23,20 +23,20 @@ import statistics
 import time
 from typing import Any
 
-from compile.resolve import NORM_PASSES
+from compile.resolve import DEFAULT_PASSES
 from serve.llm import LLM, SamplingParams
 
 NUM_PROMPT_TOKENS = 8
 VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
     ("as traced", "unfused"): {"use_inductor": False, "passes": []},
-    ("as traced", "fused"): {"use_inductor": False, "passes": NORM_PASSES},
+    ("as traced", "fused"): {"use_inductor": False, "passes": DEFAULT_PASSES},
     ("as traced", "in place"): {
         "use_inductor": False,
-        "passes": NORM_PASSES,
+        "passes": DEFAULT_PASSES,
         "enable_userbuffers": True,
     },
     ("inductor", "unfused"): {"passes": []},
-    ("inductor", "fused"): {"passes": NORM_PASSES},
+    ("inductor", "fused"): {"passes": DEFAULT_PASSES},
 }
 
 

@@ -29,7 +29,7 @@ from cluster.observe.metrics import (
 
 OPEN_METRICS = "application/openmetrics-text"
 PLAIN = "text/plain"
-_FAMILIES: dict[str, Any] = {
+_METRIC_FAMILIES: dict[str, Any] = {
     COUNTER: CounterMetricFamily,
     GAUGE: GaugeMetricFamily,
     HISTOGRAM: HistogramMetricFamily,
@@ -44,7 +44,7 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric, found in samples(self._snapshot, self._described):
             name, labels = PREFIX + metric.name, (*COMMON_LABELS, *metric.labels)
-            family = _FAMILIES[metric.kind](name, metric.meaning, labels=labels)
+            family = _METRIC_FAMILIES[metric.kind](name, metric.meaning, labels=labels)
             for sample in found:
                 buckets = [list(sample.buckets)] if metric.kind == HISTOGRAM else []
                 family.add_metric(sample.labels, *buckets, sample.value)

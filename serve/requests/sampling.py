@@ -109,7 +109,7 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     likeliest tokens in its place. Not with `stream` true."""
 
 
-class _Bounded(PromptFields, frozen=True, kw_only=True):
+class _ParamFields(PromptFields, frozen=True, kw_only=True):
     logit_bias: Annotated[
         dict[TokenId, TokenBias], Meta(max_length=MAX_BIASES), says("token ids with a bias each")
     ] = {}
@@ -120,19 +120,19 @@ class _Bounded(PromptFields, frozen=True, kw_only=True):
     """0: of each drawn token; n: of the n likeliest as well."""
 
 
-class SamplingParams(_Bounded, frozen=True, kw_only=True):
+class SamplingParams(_ParamFields, frozen=True, kw_only=True):
     """How to generate from one prompt. FieldError: a value is out of range or of another type."""
 
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must be; None: anything."""
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _Bounded.__struct_fields__}
+        given = {name: getattr(self, name) for name in _ParamFields.__struct_fields__}
         for name in ("stop", "stop_token_ids", "allowed_token_ids"):
             if isinstance(given[name], tuple):  # msgspec takes any sequence for a list
-                raise FieldError(name, words_for(hints_of(_Bounded)[name]), given[name])
+                raise FieldError(name, words_for(hints_of(_ParamFields)[name]), given[name])
         given = {name: each for name, each in given.items() if each is not UNSET}
-        convert(given, _Bounded, Source.PYTHON)
+        convert(given, _ParamFields, Source.PYTHON)
         if self.seed is not None:
             in_64_bits = -(2**63) <= self.seed <= _SEED_MASK
             _require(in_64_bits, "seed", words_for(Seed), self.seed)

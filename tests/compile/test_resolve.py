@@ -18,7 +18,7 @@ from compile.config import (
 )
 from compile.dispatch import DEFAULT_NUM_TOKENS
 from compile.errors import FieldError
-from compile.resolve import NORM_PASSES, PRESETS, StepLimits, resolve
+from compile.resolve import DEFAULT_PASSES, PRESETS, StepLimits, resolve
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 NEVER, UNIFORM, ALWAYS = AttentionGraphSupport
@@ -49,11 +49,11 @@ def test_a_gpu_captures_nothing_that_did_not_run_before(field: str) -> None:
 
 def test_the_fused_norm_is_used_where_inductor_fuses_nothing() -> None:
     eager = CompilationConfig(level=3, use_inductor=False)
-    assert resolve(eager, LIMITS).passes == NORM_PASSES
+    assert resolve(eager, LIMITS).passes == DEFAULT_PASSES
     compiled = CompilationConfig(level=3)
     assert resolve(compiled, LIMITS, device="cpu").passes == ()
     # Norms are ops there, which Inductor cannot look into.
-    assert resolve(compiled, LIMITS, device="cuda").passes == NORM_PASSES
+    assert resolve(compiled, LIMITS, device="cuda").passes == DEFAULT_PASSES
     given = CompilationConfig(level=3, passes=("fuse_add_rms_norm",))
     assert resolve(given, LIMITS).passes == given.passes
 

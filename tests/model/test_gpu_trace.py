@@ -16,7 +16,7 @@ import torch
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.pools import GraphPools, new_graph_pool
-from compile.resolve import NORM_PASSES, StepLimits, resolve
+from compile.resolve import DEFAULT_PASSES, StepLimits, resolve
 from compile.scope import CompileScope, compile_scope
 from model.kernels import dispatch
 from model.parallel import Shard
@@ -63,7 +63,7 @@ def scope(path: Path, shard: Shard, *, use_inductor: bool) -> CompileScope:
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=32)
     given = CompilationConfig(level=2, use_inductor=use_inductor)
     config = resolve(given, limits, device="cuda")
-    assert config.passes == NORM_PASSES and config.use_inductor == use_inductor
+    assert config.passes == DEFAULT_PASSES and config.use_inductor == use_inductor
     pools = GraphPools(partial(new_graph_pool, torch.device("cpu")))
     factors = {"model": str(path), "group": shard.group_name}
     return CompileScope(config, tp_rank=shard.rank, key_factors=factors, pools=pools)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from model import families
+
 TIE_GAP = 1e-4
 """Two logits closer than this may change places with another order of summation."""
 MAX_TIES = 1 / 500
@@ -299,7 +301,11 @@ FAMILIES = {
     "deepseek3": "DeepseekV3",
 }
 NORMS = tuple(f"{name}.weight" for name in ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm"))
-SPARSE = ("mixtral", "qwen3moe", "deepseek2", "deepseek3")
+SPARSE = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if families.FAMILIES[f"{family}ForCausalLM"].expert_names is not None
+)
 
 
 def features_of(name: str) -> list[str]:
