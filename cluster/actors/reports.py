@@ -51,8 +51,8 @@ class ReplicaReport:
     pool: str
     replica_id: str
     state: str
-    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch), draining or
-    failed."""
+    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch), draining,
+    stopping or failed."""
     group: GroupReport
     epoch: int = 0
     inboxes: tuple[str, ...] = ()

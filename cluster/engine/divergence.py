@@ -52,7 +52,7 @@ class StepDigester:
         """Of what was drawn up to a step, for the digest of the next step but one."""
 
     def note_drawn(self, token_ids: list[int]) -> None:
-        """Note what the first step drew of which that was not noted yet."""
+        """Note what a step drew. Call it once for each step, in their order."""
         self._drawn = checksum(token_ids, self._drawn)
         self._drawn_states.append(self._drawn)
 
