@@ -310,7 +310,7 @@ class Scheduler:
             num_waiting=num_waiting,
             num_waiting_for_kv=min(self._handover.num_reading, num_waiting),
             num_queued_tokens=sum(map(_num_queued, [*self._unfinished.values()])),
-            held_tickets=self._handover.num_held,
+            num_handoffs=self._handover.num_held,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             prompt_tokens_computed=self._prompt_tokens_computed,

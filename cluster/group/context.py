@@ -91,7 +91,7 @@ class RankStats:
     step: int = 0
     """The last one that the rank began; followers hear nothing of steps without work."""
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
-    """A follower has none: it reports `held_tickets` alone."""
+    """A follower has none: it reports `num_handoffs` alone."""
     token_s: dict[int, float] = field(default_factory=dict)
     """As its `StepStats` say; for those who choose a leader alone."""
     prefixes: PrefixUpdate | None = None

@@ -233,7 +233,8 @@ class SchedulerStats:
     num_waiting_for_kv: int = 0
     num_queued_tokens: int = 0
     """Of prompts, and of what is computed again: nothing of theirs is computed or planned yet."""
-    held_tickets: int = 0
+    num_handoffs: int = 0
+    """Whose KV is held here until another engine has read it."""
     num_blocks: int = 0
     num_free_blocks: int = 0
     prompt_tokens_computed: int = 0

@@ -195,4 +195,4 @@ class Follower(Rank):
     def _scheduler_stats(self) -> SchedulerStats:
         """Of its own slice: blocks and requests are its leader's account."""
         server = self.transfer.server
-        return SchedulerStats(held_tickets=server.num_held if server else 0)
+        return SchedulerStats(num_handoffs=server.num_held if server else 0)

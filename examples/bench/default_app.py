@@ -91,7 +91,7 @@ class DefaultApp:
         """Return the sequences and handoffs that the ranks hold; figures are up to 0.75 s old."""
         _, body = self.get("/ready")
         replicas = [r for pool in body.get("pools", {}).values() for r in pool["replicas"]]
-        counts = ("num_running", "num_waiting", "held_tickets")
+        counts = ("num_running", "num_waiting", "num_handoffs")
         return sum(rank[count] for r in replicas for rank in r["ranks"] for count in counts)
 
     def processes(self) -> dict[str, list[psutil.Process]]:

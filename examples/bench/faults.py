@@ -198,7 +198,7 @@ class Stage:
             ]
             return {
                 "blocks": sum(rank["num_blocks"] - rank["num_free_blocks"] for rank in ranks),
-                "handoffs": sum(rank["held_tickets"] for rank in ranks),
+                "handoffs": sum(rank["num_handoffs"] for rank in ranks),
                 "requests": sum(rank["num_running"] + rank["num_waiting"] for rank in ranks),
             }
 

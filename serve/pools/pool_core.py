@@ -123,7 +123,7 @@ class PoolCore:
                 continue  # its end is noticed elsewhere
             loads = [rank.scheduler for rank in found.ranks]
             is_idle = not any(
-                load.num_running or load.num_waiting or load.held_tickets for load in loads
+                load.num_running or load.num_waiting or load.num_handoffs for load in loads
             )
             num_idle = num_idle + 1 if is_idle else 0
 

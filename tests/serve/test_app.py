@@ -122,7 +122,7 @@ def test_models_and_health(server: Any, client: openai.OpenAI) -> None:
         [rank] = replica["ranks"]
         about = {"tp_rank", "dp_rank", "pid", "node", "state", "epoch", "step"}
         about |= {"compiling", "compile_error"}
-        blocks = {"num_blocks", "num_free_blocks", "held_tickets"}
+        blocks = {"num_blocks", "num_free_blocks", "num_handoffs"}
         loads = {"num_running", "num_waiting", "num_waiting_for_kv", "num_queued_tokens"}
         totals = {"kv_bytes_sent", "kv_bytes_received", "prompt_tokens_computed"}
         assert set(rank) == about | blocks | loads | totals

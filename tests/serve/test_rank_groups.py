@@ -92,7 +92,7 @@ def test_pools_of_two_ranks_each_answer_and_draw_as_one_rank_does(
     sent = [r["kv_bytes_sent"] for r in found["prefill"]]
     assert sent == [r["kv_bytes_received"] for r in found["decode"]]
     assert sent[0] == sent[1] > 0
-    assert [r["held_tickets"] for r in found["prefill"]] == [0, 0]
+    assert [r["num_handoffs"] for r in found["prefill"]] == [0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,7 @@ def num_expired(app: Any) -> int:
 
 def is_idle(rank: dict[str, Any]) -> bool:
     """Return whether a rank holds nothing."""
-    return not rank["held_tickets"] and bool(rank["num_free_blocks"] == rank["num_blocks"])
+    return not rank["num_handoffs"] and bool(rank["num_free_blocks"] == rank["num_blocks"])
 
 
 @pytest.fixture(scope="module")

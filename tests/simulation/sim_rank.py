@@ -478,7 +478,7 @@ class SimLeader(SimRank):
                 text = f"{output.request_id} goes on after step {self.last_step}"
                 raise Violation("leave ignored", f"{self.name}: {text}")
 
-    def check_tickets(self) -> None:
+    def check_handoffs(self) -> None:
         """Assert that no handoff is held for this leader on any of its ranks, and none is read."""
         num_held, num_read = self._holder.num_held, len(self._reader._num_reading)
         for rank in self.group.ranks:
@@ -487,7 +487,7 @@ class SimLeader(SimRank):
                 num_read += len(rank.puller.reads._pulls)
         if num_held or num_read:
             text = f"{num_held} handoffs held, {num_read} read"
-            raise Violation("a ticket is left", f"{self.name}: {text}")
+            raise Violation("a handoff is left", f"{self.name}: {text}")
 
 
 class SimFollower(SimRank):

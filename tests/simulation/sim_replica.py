@@ -93,7 +93,7 @@ class SimReplica:
         for leader in self.group.leaders:
             check_scheduler(leader.scheduler)
             stats = leader.scheduler.stats()
-            if stats.num_running or stats.num_waiting or stats.held_tickets:
+            if stats.num_running or stats.num_waiting or stats.num_handoffs:
                 raise Violation("stopped too early", f"{leader.name}: {stats}")
 
     def _kill(self) -> None:

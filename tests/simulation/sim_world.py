@@ -408,7 +408,7 @@ class World:
             ):
                 found = f"{scheduler.blocks.num_free_blocks} of {self.schedule.num_blocks} free"
                 raise Violation("something is left", f"{leader.name}: {found}")
-            leader.check_tickets()
+            leader.check_handoffs()
 
     # --- replicas ---------------------------------------------------------------------------------
 

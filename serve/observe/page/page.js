@@ -250,7 +250,7 @@ function showLoading(body) {
   fill($("loading"), ...entries.map((entry) => progress("li", read(entry, "what"), entry)));
 }
 
-const COLUMNS = ["rank", "state", "step", "running", "waiting", "KV", "tickets", "epoch", "pid"];
+const COLUMNS = ["rank", "state", "step", "running", "waiting", "KV", "handoffs", "epoch", "pid"];
 const columnOf = (i) => COLUMNS[i].toLowerCase();
 const narrow = matchMedia("(max-width: 36rem)"); // the style sheet leaves out the last three columns
 
@@ -266,7 +266,7 @@ function rankRow(rank, gone = "") {
     leads(count(read(rank, "num_running"))),
     leads(count(read(rank, "num_waiting"))),
     blocks && isLeader && !gone ? [bar(used, "meter"), percent(used)] : "\u2013",
-    leads(count(read(rank, "held_tickets"))),
+    leads(count(read(rank, "num_handoffs"))),
     String(read(rank, "epoch")),
     String(read(rank, "pid")),
   ];

@@ -46,7 +46,7 @@ def test_a_handoff_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> 
     handoff = prefill(pair, sim.make_request("r", list(range(9))))
     assert handoff.num_tokens == 9
     assert len(handoff.block_ids) == len(handoff.generations) == 3
-    assert pair.prefill.scheduler.running == [] and pair.prefill.scheduler.stats().held_tickets == 1
+    assert pair.prefill.scheduler.running == [] and pair.prefill.scheduler.stats().num_handoffs == 1
     assert pair.prefill.blocks.num_free_blocks == 13
 
 

@@ -33,7 +33,7 @@ def check(run: Run, drawn: list[list[int]] | None = None) -> None:
         check_replays(run, ranks)
         for leader in ranks[:: run.row.tp]:
             assert leader.stats.scheduler.num_free_blocks == leader.stats.scheduler.num_blocks > 0
-            assert leader.stats.scheduler.num_running == leader.stats.scheduler.held_tickets == 0
+            assert leader.stats.scheduler.num_running == leader.stats.scheduler.num_handoffs == 0
     if run.row.kv:
         check_handoffs(run)
     if run.row.level == CompilationLevel.PIECEWISE:
@@ -150,7 +150,7 @@ def seqs_of(run: Run, step: dict[str, Any]) -> int:
 def check_handoffs(run: Run) -> None:
     """Each prompt was computed by one pool, and its KV went once to the rank of the same place."""
     prefill, decode = run.pools["prefill"], run.pools["decode"]
-    assert not any(rank.stats.scheduler.held_tickets for rank in prefill)
+    assert not any(rank.stats.scheduler.num_handoffs for rank in prefill)
     sent = [rank.stats.kv_bytes_sent for rank in prefill]
     if any(request.leaves_after for request in run.requests):
         return  # who left may have done so before its KV came

@@ -133,7 +133,7 @@ class Pool:
     def is_empty(self) -> bool:
         stats = [report.stats.scheduler for report in self.reports()]
         blocks = all(rank.num_free_blocks == rank.num_blocks for rank in stats)
-        return blocks and not any(rank.num_running + rank.held_tickets for rank in stats)
+        return blocks and not any(rank.num_running + rank.num_handoffs for rank in stats)
 
     def end(self) -> list[Report]:
         """End all ranks at one step; return what they have done."""

@@ -201,7 +201,7 @@ IDLE = SchedulerStats()
 BUSY = [
     SchedulerStats(num_running=1),
     SchedulerStats(num_waiting=1),
-    SchedulerStats(held_tickets=1),
+    SchedulerStats(num_handoffs=1),
 ]
 
 
