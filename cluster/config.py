@@ -152,7 +152,12 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None
     """None: every step computes one token of a sequence that decodes."""
     lora_modules: tuple[LoraModule, ...] = ()
-    """Adapters; requests name them by their places, from 1 on."""
+    """Adapters that it starts with; requests name them by their places, from 1 on."""
+    max_loras: int = 0
+    """Adapters at once, those of `lora_modules` included; the rest are loaded while it serves. 0:
+    those alone."""
+    max_lora_rank: int = 16
+    """The largest rank of an adapter that is loaded while it serves."""
     threads: int | None = 1
     """Of each rank's tensor operations; None: the cores of its node, divided by the ranks there."""
     watchdog_s: float = 10.0

@@ -25,6 +25,7 @@ from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.group.context import RankPlace
 from cluster.group.rendezvous import Rendezvous, introduce
+from cluster.wire.messages import LoraAdapter
 
 STATS_TIMEOUT_S = 1.0
 """How long ranks may take to answer for a report of their figures."""
@@ -82,6 +83,7 @@ class RankHandle(Protocol):
     def run(self) -> Awaitable[CallEnd]: ...
     def heartbeat(self) -> Awaitable[CallEnd]: ...
     def stats(self, prefixes_since: int | None) -> Awaitable[CallEnd]: ...
+    def set_adapters(self, adapters: Sequence[LoraAdapter]) -> Awaitable[CallEnd]: ...
     def stop(self) -> None: ...
     def kill(self) -> None: ...
 
@@ -247,6 +249,18 @@ class RankGroup:
             # Ranks go over together, or none does.
             ranks, loading = [replace(rank, compiling=False) for rank in ranks], []
         return GroupReport(ranks, loading, [counts for _, _, counts in answers])
+
+    async def set_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        """Tell every leader which adapters the application has now, beside those that it started
+        with: it loads what is new and forgets what is not there any more. Reports say what it has.
+        A TimeoutError or `RankDied` if one does not answer."""
+        leaders = [place for place in self.places if place.tp_rank == 0]
+        calls = asyncio.gather(
+            *(self.handles[self.places.index(at)].set_adapters(adapters) for at in leaders)
+        )
+        for place, end in zip(leaders, await asyncio.wait_for(calls, STATS_TIMEOUT_S), strict=True):
+            if end.cause:
+                raise RankDied(f"{place.name}: {end.cause}")
 
     async def stop(self) -> None:
         """End the ranks between two steps, then kill what is left. Leaders tell followers."""

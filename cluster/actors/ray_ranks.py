@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ from cluster.config import EngineConfig
 from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
+from cluster.wire.messages import LoraAdapter
 
 log = logging.getLogger("lockstep.group")
 
@@ -39,6 +40,9 @@ class RayRank:
 
     def stats(self, prefixes_since: int | None) -> Awaitable[CallEnd]:
         return self._call("ctl", "stats", prefixes_since)
+
+    def set_adapters(self, adapters: Sequence[LoraAdapter]) -> Awaitable[CallEnd]:
+        return self._call("ctl", "set_adapters", adapters)
 
     def stop(self) -> None:
         self.actor.stop.options(concurrency_group="ctl").remote()

@@ -80,6 +80,16 @@ class RankContext:
 
 
 @dataclass(frozen=True)
+class LoadedAdapters:
+    """What a leader's group has of the adapters that it was told to load while it serves."""
+
+    ids: frozenset[int] = frozenset()
+    """Those that a request may have: every rank of the group has read its part."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Why an adapter could not be read, and by which rank, by its id."""
+
+
+@dataclass(frozen=True)
 class RankStats:
     """One rank's figures. Invariant: a cached block that no sequence uses counts as free."""
 
@@ -102,6 +112,8 @@ class RankStats:
     """It serves, and its group will go over to what is being compiled."""
     compile_error: str = ""
     """Why it goes on without compiled pieces."""
+    adapters: LoadedAdapters = LoadedAdapters()
+    """Of a leader; a follower has none."""
 
     @classmethod
     def of(cls, rank: RankContext, state: str, **figures: Any) -> RankStats:
@@ -111,7 +123,7 @@ class RankStats:
         """Return what `/ready` shows of the rank, without nesting."""
         figures: dict[str, Any] = asdict(self)
         nested: dict[str, Any] = figures.pop("place") | figures.pop("scheduler")
-        del figures["token_s"], figures["prefixes"]
+        del figures["token_s"], figures["prefixes"], figures["adapters"]
         for each in fields(SchedulerStats):
             if each.metadata == IN_METRICS_ALONE:
                 del nested[each.name]

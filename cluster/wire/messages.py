@@ -46,6 +46,8 @@ escapes."""
 MAX_ABORTS = 1024
 """In one frame: each of them is looked for in the queue."""
 SALT_BYTES = 16
+FIRST_LOADED_ID = 1 << 16
+"""Of adapters that are loaded while the application serves."""
 MAX_PID = 1 << 22
 """Linux has no higher process ids."""
 MAX_FD = 1 << 20
@@ -181,7 +183,21 @@ class GenerateRequest(GrowingWire, frozen=True):
     """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
     empty: shared by all that have none."""
     lora: Index = 0
-    """Its adapter, from 1 on in the order of `lora_modules`; 0: none."""
+    """The id of its adapter; 0: none."""
+
+
+class LoraAdapter(Wire, frozen=True):
+    """An adapter that was loaded while the application serves."""
+
+    id: Annotated[int, Meta(ge=FIRST_LOADED_ID, le=2**31 - 1)]
+    """No other adapter of the application has or had it, so nothing that was computed with one is
+    ever taken for another's. Those of `lora_modules` have theirs by their places, from 1 on."""
+    name: Name
+    """What requests call the model with it."""
+    path: str
+    """A directory, on every node."""
+    fingerprint: bytes
+    """Of the files when it was loaded first: a rank refuses others."""
 
 
 class RankProcess(GrowingWire, frozen=True):
