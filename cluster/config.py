@@ -174,6 +174,9 @@ class EngineConfig:
         if self.device == "cuda" and self.quantization != "auto":
             wanted = "auto with device=cuda (kernels for integers are built for CPUs alone)"
             raise FieldError("quantization", wanted, self.quantization)
+        if 0 < self.max_loras < len(self.lora_modules):
+            wanted = f"at least {len(self.lora_modules)}, those of lora_modules, or 0"
+            raise FieldError("max_loras", wanted, self.max_loras)
         if self.overlap and self.speculation is not None:
             wanted = "auto or off with speculative_config (a draft follows from the last token)"
             raise FieldError("overlap", wanted, "on")
@@ -193,6 +196,11 @@ class EngineConfig:
     @property
     def lora_paths(self) -> list[str]:
         return [module.path for module in self.lora_modules]
+
+    @property
+    def num_lora_slots(self) -> int:
+        """Adapters that ranks have room for."""
+        return max(self.max_loras, len(self.lora_modules))
 
     @property
     def step_limits(self) -> StepLimits:

@@ -141,7 +141,8 @@ class ForwardContext:
     dp_metadata: DPMetadata | None = None
     """Token counts of the data-parallel ranks; None if there is one."""
     adapters: torch.Tensor | None = None
-    """int32 [tokens]: the LoRA adapter of each, from 1 on, 0 for none; None if there are none."""
+    """int32 [tokens]: one more than the slot of each one's LoRA adapter, 0 for none; None if there
+    are no slots."""
     spec_decode_metadata: SpecDecodeMetadata | None = None
     """What follows the step's tokens; None unless a layer drafts, or in a step of padding."""
     batch_descriptor: BatchDescriptor | None = None

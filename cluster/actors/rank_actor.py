@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadClock, LoadProgress, keep_what_is_loaded
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials
+from cluster.wire.messages import LoraAdapter
 
 if TYPE_CHECKING:
     from cluster.rank.rank import Rank
@@ -66,6 +69,9 @@ class RankActor:
         os.environ["OMP_NUM_THREADS"] = str(self._context.threads)
         self._endpoints: LeaderEndpoints | None = None
         self._rank: Rank | None = None
+        self._adapters: Sequence[LoraAdapter] = ()
+        self._adapters_lock = threading.Lock()
+        """Between the thread that loads the rank and those of the control plane."""
 
     def meet(self) -> Rendezvous | None:
         self._endpoints = LeaderEndpoints(self._context)
@@ -75,13 +81,16 @@ class RankActor:
         """Load the model and join the group; return a leader's inbox. `CannotCompile` is final."""
         self._state = "loading"
         try:
-            self._rank = self._loaded(rendezvous)
+            rank = self._loaded(rendezvous)
         except Exception as error:
             from cluster.rank.compiling import as_final  # which imports torch
 
             if (final := as_final(error)) is None:
                 raise
             raise final from error
+        with self._adapters_lock:
+            self._rank = rank
+            rank.set_adapters(self._adapters)
         self._state = "ready"
         return getattr(self._rank, "inbox", "")
 
@@ -122,6 +131,13 @@ class RankActor:
             self._progress.note(*progress)
             told = self._progress.read(place.dp_rank, place.tp_rank)
         return self._rank.stats(prefixes_since), told, self._rank.counts()
+
+    def set_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        """Have a leader's group load and forget adapters; before it is ready, once it is."""
+        with self._adapters_lock:
+            self._adapters = adapters
+            if self._rank is not None:
+                self._rank.set_adapters(adapters)
 
     def heartbeat(self) -> Heartbeat | None:
         """Return what the step thread does; None before the rank loads weights, and after its end:

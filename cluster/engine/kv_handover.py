@@ -8,7 +8,7 @@ read may go on to write: its sequence keeps its blocks until the read comes out 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.sequence import Sequence, SequenceStatus
@@ -43,6 +43,11 @@ class KVHandover:
     @property
     def num_held(self) -> int:
         return self._holder.num_held if self._holder else 0
+
+    @property
+    def held(self) -> Iterable[Sequence]:
+        """Those whose blocks stay under a handoff."""
+        return self._held.values()
 
     @property
     def can_hold(self) -> bool:

@@ -1,15 +1,17 @@
 """What an engine can serve: a request that it could never finish is refused by name. Only what
-cannot change while the engine lives is asked here. Bounds that hold for every engine stand in the
-wire structs' types, and were checked where the request was decoded."""
+cannot change while the request is there is asked here. Bounds that hold for every engine stand in
+the wire structs' types, and were checked where the request was decoded."""
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from dataclasses import dataclass
 
 import numpy as np
 
 from cluster.config import Role
+from cluster.engine.adapters import AdapterSlots
 from cluster.engine.blocks import BlockManager
 from cluster.engine.sequence import Sequence
 from cluster.wire.messages import LogitRules, Sampling
@@ -27,7 +29,7 @@ class RequestLimits:
     """Token ids from here on are refused; None takes all (a model would not)."""
     max_prompt_len: int | None = None
     """The longest prompt whose KV the model can compute; None: any."""
-    num_adapters: int = 0
+    adapters: AdapterSlots = dataclasses.field(default_factory=AdapterSlots)
 
     def find_error(self, seq: Sequence) -> str:
         """Return what keeps a new sequence from being served, or nothing."""
@@ -39,9 +41,9 @@ class RequestLimits:
         )
 
     def _find_adapter_error(self, lora: int) -> str:
-        if lora <= self.num_adapters:
+        if self.adapters.place(lora) is not None:
             return ""
-        return f"lora: wanted at most {self.num_adapters} (lora_modules), found {lora}"
+        return f"lora: wanted the id of an adapter that is loaded here, found {lora}"
 
     def _find_prompt_error(self, seq: Sequence) -> str:
         num_prompt = seq.num_prompt_tokens

@@ -34,6 +34,7 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -153,6 +154,7 @@ class Scheduler:
             self._refuse(seq, FinishReason.LENGTH)
         else:
             self._num_arrivals += 1
+            seq.adapter_place = self._limits.adapters.place(request.lora) or 0
             self._unfinished[seq.request_id] = seq
             seq.arrived_at = self._clock()
             if self._is_compiled(seq):
@@ -301,6 +303,12 @@ class Scheduler:
         """Whether a request has not ended, or an output was not taken."""
         is_busy = self._unfinished or self._in_flight or self._outputs
         return bool(is_busy) or self._handover.has_any
+
+    def uses_adapter(self, lora: int) -> bool:
+        """Return whether a sequence has an adapter: one that has not ended, one whose KV is held
+        for another engine, or one that a step in flight computes although it has ended."""
+        places = (self._unfinished.values(), self._handover.held, *self._in_flight.values())
+        return any(seq.request.lora == lora for seq in chain(*places))
 
     def stats(self) -> SchedulerStats:
         # Other threads ask too, and may come between two changes.

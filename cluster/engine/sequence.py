@@ -82,6 +82,8 @@ class Sequence:
     """Whether another engine is to go on with it after its next token."""
     leaves_kv: bool = True
     """If so, whether its KV is held for that one."""
+    adapter_place: int = 0
+    """Of its adapter, as `AdapterSlots.place` says; filled in by `Scheduler.add`, for good."""
     row: int = -1
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""
@@ -254,7 +256,7 @@ def _admission(seq: Sequence) -> RowAdmission:
         seed=sampling.seed,
         num_logprobs=sampling.num_logprobs,
         rules=_row_rules(seq),
-        lora=seq.request.lora,
+        lora=seq.adapter_place,
     )
 
 

@@ -1,9 +1,9 @@
 """What a leader says to others: plans to its followers, votes to other data-parallel leaders.
 
-There is a link for every two of them (`links.py`). Down to a follower go plans and KV orders, up go
-reports of ended handoffs and reads. Nothing is acknowledged: a step's collectives keep ranks within
-a step or two of each other. A connection that breaks ends the group, because what was lost with it
-is unknown.
+There is a link for every two of them (`links.py`). Down to a follower go plans, KV orders and
+adapters to read, up go reports of what has ended. Nothing is acknowledged: a step's collectives
+keep ranks within a step or two of each other. A connection that breaks ends the group, because what
+was lost with it is unknown.
 
 Sockets, and not a ring in shared memory, which would save a step some 12 us of a millisecond or
 more (`examples/bench/step_channel.py`). That does not pay for a second path next to TCP.
@@ -27,6 +27,7 @@ from cluster.wire.group_messages import (
     FollowerReport,
     KVOrder,
     LeaderHello,
+    LoadAdapter,
     PeerHello,
     StepFrame,
     StillThere,
@@ -90,7 +91,7 @@ class StepSender:
         """Check followers two steps later for having drawn the same."""
         self._digester.note_drawn(token_ids)
 
-    def tell(self, order: StepFrame | KVOrder) -> None:
+    def tell(self, order: StepFrame | KVOrder | LoadAdapter) -> None:
         body = encode(order)
         for link in self.links:
             link.send(body)

@@ -2,7 +2,8 @@
 
 1. A step's plan is run if the follower's own digest of it is the leader's. Otherwise it raises,
    before it enters the step's collectives; the group's owner learns which rank it was and why.
-2. An order about KV is done to this rank's slice as the leader did to its own.
+2. An order about KV, or to read an adapter, is done to this rank's slice as the leader does to its
+   own.
 3. After each, what has ended here is reported.
 
 If the leader's loop overlaps, a step is waited for when the next one is launched, as there; and
@@ -11,6 +12,7 @@ before an order is done, because a reader must find the KV of all steps that cam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +25,7 @@ from cluster.group.context import RankContext
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import HandoffHolder, KVReader
 from cluster.observe.metrics import SchedulerStats
+from cluster.rank.adapters import AdapterReader
 from cluster.rank.rank import Rank
 from cluster.wire.group_messages import (
     CancelRead,
@@ -34,11 +37,12 @@ from cluster.wire.group_messages import (
     HandoffsEnded,
     HoldKV,
     KVOrder,
+    LoadAdapter,
     PiecesLoaded,
     StartRead,
     StepFrame,
 )
-from cluster.wire.messages import FrameError
+from cluster.wire.messages import FrameError, LoraAdapter
 
 
 class PlanReceiver(Protocol):
@@ -62,6 +66,7 @@ class FollowerLoop:
         digester: StepDigester,
         holder: HandoffHolder | None,
         reader: KVReader | None,
+        adapters: AdapterReader | None,
         is_overlapped: bool = False,
     ) -> None:
         self.receiver = receiver
@@ -72,6 +77,7 @@ class FollowerLoop:
         self._digester = digester
         self._holder = holder
         self._reader = reader
+        self._adapters = adapters
         self._has_said_loaded = False
         self._is_overlapped = is_overlapped
         self._in_flight: Any = None
@@ -88,6 +94,9 @@ class FollowerLoop:
                     pass  # the doorbell rang
                 case HoldKV() | DropKV() | ExpectKV() | StartRead() | CancelRead() as order:
                     self._do(order)
+                case LoadAdapter() as order if self._adapters is not None:
+                    self._retire()
+                    self._adapters.start(order)
                 case frame:
                     raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
             self._report()
@@ -143,6 +152,10 @@ class FollowerLoop:
 
     def _report(self) -> None:
         self._runner.load_slice()
+        if self._adapters is not None:
+            self._adapters.load_slice()
+            for loaded in self._adapters.take_ended():
+                self.receiver.report(loaded)
         if self._runner.switch.is_loaded and not self._has_said_loaded:
             self._has_said_loaded = True
             self.receiver.report(PiecesLoaded())
@@ -181,6 +194,7 @@ class Follower(Rank):
             is_overlapped=is_overlapped,
             holder=self.transfer.server,
             reader=self.transfer.puller,
+            adapters=self._adapter_reads,
         )
 
     def run(self) -> None:
@@ -191,6 +205,9 @@ class Follower(Rank):
     def stop(self) -> None:
         self.loop.is_stopping = True
         self._doorbell.ring()
+
+    def set_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        """It waits for its leader's orders."""
 
     def _scheduler_stats(self) -> SchedulerStats:
         """Of its own slice: blocks and requests are its leader's account."""

@@ -40,7 +40,8 @@ class StepBatch:
     logits_index: torch.Tensor
     sampled_rows: torch.Tensor
     adapters: torch.Tensor | None
-    """int32 [T]: the adapter of each token, 0 for none; None if the engine has none."""
+    """int32 [T]: one more than the slot of each token's adapter, 0 for none; None if the engine has
+    no slots."""
     sampling: SamplingTensors
     wants_logprobs: list[int]
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
@@ -152,7 +153,7 @@ class StepInputs:
         self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, step)
         self._seq_lens = StaticBuffer((rows,), torch.int32, step)
         self._adapters: StaticBuffer | None = None
-        if config.lora_modules:
+        if config.num_lora_slots:
             self._adapters = StaticBuffer((tokens,), torch.int32, step)
         self._logits_index = StaticBuffer((num_sampled,), torch.int64, step)
         self._uniform = StaticBuffer((num_sampled,), torch.float64, step)

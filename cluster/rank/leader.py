@@ -4,11 +4,13 @@ Anything from outside comes in between two steps alone:
 
 1. Frames of ingresses that wait in the inbox (submissions, aborts, moves) are decoded and given to
    the scheduler, and followers' reports of KV that was read or released to the group's holder and
-   reader. Both are bounded, so that a flood cannot hold a step up.
+   reader. Both are bounded, so that a flood cannot hold a step up. Adapters are read or forgotten
+   as the application wants (`cluster/rank/adapters.py`).
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
-   reports, its peers' votes and its doorbell (a finished KV read, an expired lease, a stop).
+   reports, its peers' votes and its doorbell (a finished KV read, an expired lease, other adapters,
+   a stop).
 5. Leaders that were stopped say so in their votes, and all end at the same step.
 
 Nothing but the step thread runs Python here for more than a fraction of a millisecond at a time; a
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ import msgspec
 import zmq
 
 from cluster.config import EngineConfig
+from cluster.engine.adapters import AdapterSlots
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.drafter import drafter_of
@@ -38,15 +41,17 @@ from cluster.engine.prefix_index import PrefixFeed, PrefixUpdate
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.group.channel import StepSender
-from cluster.group.context import RankContext
+from cluster.group.context import LoadedAdapters, RankContext
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.handoff import GroupHolder, GroupReader, HandoffHolder, HandoffMetadata, KVReader
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
+from cluster.rank.adapters import GroupAdapters
 from cluster.rank.output_sender import OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner
 from cluster.wire.group_messages import (
+    AdapterLoaded,
     FollowerHello,
     FollowerReport,
     HandoffsEnded,
@@ -61,6 +66,7 @@ from cluster.wire.messages import (
     Hello,
     Inbound,
     Leave,
+    LoraAdapter,
     OutputFrame,
     Submit,
     decode,
@@ -101,7 +107,11 @@ class Leader(Rank):
         self._reader: GroupReader | None = None
         self._prefix_feed = PrefixFeed()
         followers, lockstep = self._meet(rendezvous)
-        self.engine = self._assemble(followers, lockstep)
+        config, tell = context.config, self._channel.tell if self._channel is not None else None
+        num_static, num_ranks = len(config.lora_modules), 1 + len(followers)
+        slots = AdapterSlots(num_static, config.num_lora_slots, num_ranks)
+        self._adapters = GroupAdapters(slots, self._adapter_reads, tell)
+        self.engine = self._assemble(followers, lockstep, slots)
 
         self._inbox = Inbox(context, self._sockets, self.runner.model_config.vocab_size)
         self.inbox = self._inbox.address
@@ -136,6 +146,7 @@ class Leader(Rank):
         if self._channel is not None:
             self._take_reports(self._channel)
         self.runner.load_slice()
+        self._adapters.advance(self.engine.scheduler.uses_adapter)
         self.engine.is_draining = self._is_stopping
         try:
             outputs = self.engine.step()
@@ -152,6 +163,13 @@ class Leader(Rank):
     def stop(self) -> None:
         self._is_stopping = True
         self._doorbell.ring()
+
+    def set_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        self._adapters.want(adapters)
+        self._doorbell.ring()
+
+    def _loaded_adapters(self) -> LoadedAdapters:
+        return self._adapters.loaded
 
     def _scheduler_stats(self) -> SchedulerStats:
         return self.engine.scheduler.stats()
@@ -211,6 +229,8 @@ class Leader(Rank):
             case ReadEnded() if self._reader is not None:
                 error = f"tp={tp_rank}: {report.error}" if report.error else ""
                 self._reader.on_read_ended(report.request_id, error)
+            case AdapterLoaded():
+                self._adapters.on_loaded(tp_rank, report)
             case PiecesLoaded() if self.runner.switch.on_follower_loaded():
                 pass
             case _:
@@ -233,7 +253,12 @@ class Leader(Rank):
         machine = LockstepMachine(**place, epoch=hello.epoch, switch=self.runner.switch)
         return followers, JoinedLockstep(machine, peers, self.runner.step_stats)
 
-    def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
+    def _assemble(
+        self,
+        followers: list[FollowerHello],
+        lockstep: JoinedLockstep | None,
+        adapters: AdapterSlots,
+    ) -> Engine:
         for hello in followers:
             _check_follower(hello, self.runner)
         context, transfer, channel = self.context, self.transfer, self._channel
@@ -258,6 +283,7 @@ class Leader(Rank):
             holder=self._holder,
             reader=self._reader,
             prefix_feed=self._prefix_feed,
+            adapters=adapters,
         )
 
     def _close(self) -> None:
@@ -291,9 +317,10 @@ def assemble_engine(
     holder: HandoffHolder | None = None,
     reader: KVReader | None = None,
     prefix_feed: PrefixFeed | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> Engine:
     """Return the engine of a leader; None for what it has not. `prefix_feed`: who is told of the
-    prefix cache."""
+    prefix cache; `adapters`: None for those alone that the configuration has."""
     cache, model = config.cache, runner.model_config
     blocks = BlockManager(
         runner.num_blocks,
@@ -314,7 +341,7 @@ def assemble_engine(
             role=config.role,
             vocab_size=model.vocab_size,
             max_prompt_len=model.max_prompt_len,
-            num_adapters=len(config.lora_modules),
+            adapters=adapters or AdapterSlots(len(config.lora_modules)),
         ),
         epoch=epoch,
         handover=handover,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import zmq
 
 from cluster.engine.prefix_index import PrefixUpdate
 from cluster.engine.watchdog import Heartbeat
-from cluster.group.context import RankContext, RankStats
+from cluster.group.context import LoadedAdapters, RankContext, RankStats
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
@@ -19,8 +20,9 @@ from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
+from cluster.rank.adapters import AdapterReads
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import KVSource, RankProcess
+from cluster.wire.messages import KVSource, LoraAdapter, RankProcess
 from cluster.wire.shared_memory import SharedMemory
 from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
@@ -109,7 +111,8 @@ class KVConnector:
 
 class Rank(ABC):
     """A leader or a follower: its runner, what moves its KV, and what wakes its step thread. Any
-    thread may call `stop`, and `stats`, `counts` and `heartbeat`, which read plain numbers."""
+    thread may call `stop` and `set_adapters`, and `stats`, `counts` and `heartbeat`, which read
+    plain numbers."""
 
     def __init__(
         self,
@@ -130,6 +133,7 @@ class Rank(ABC):
         self.runner = ModelRunner(
             context, group=self._group, storage=self.transfer.storage, wake=self._doorbell.ring
         )
+        self._adapter_reads = AdapterReads(self.runner.adapters, self._doorbell.ring)
         self.transfer.start(self.runner.kv_pool, sockets, self._doorbell)
         self._wait_for("the other ranks")
         self._group.barrier("loaded")
@@ -143,11 +147,20 @@ class Rank(ABC):
         """Make `run` return: a leader's after the step in which all leaders were stopped."""
 
     @abstractmethod
+    def set_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        """Have these adapters as soon as may be, beside those that the rank started with, and no
+        others. Leaders tell followers."""
+
+    @abstractmethod
     def _scheduler_stats(self) -> SchedulerStats: ...
 
     def _prefixes(self, since: int) -> PrefixUpdate | None:
         """Return what changed in its cache of prefixes since a number; only leaders have one."""
         return None
+
+    def _loaded_adapters(self) -> LoadedAdapters:
+        """Return what the group has of the adapters that it was told to have, on a leader."""
+        return LoadedAdapters()
 
     def stats(self, prefixes_since: int | None = None) -> RankStats:
         """Return its figures, with what changed in its cache since a number if one is given."""
@@ -163,6 +176,7 @@ class Rank(ABC):
             kv_bytes_received=transfer.bytes_received,
             compiling=self.runner.compile_progress is not None,
             compile_error=self.runner.compile_error,
+            adapters=self._loaded_adapters(),
         )
 
     def counts(self) -> Counts:

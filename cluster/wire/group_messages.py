@@ -1,14 +1,23 @@
 """What the ranks of a group say to each other. Both ends of every connection open with a hello.
 
-A leader sends its followers each step's plan, and between steps what to do to slices of KV. A
-follower reports which of its handoffs and reads have ended, and once that it has loaded what was
-compiled. Data-parallel leaders send each other, in every step, a `Vote` (`messages.py`) and then
-what they made of all votes. Everything else is an error that names the sender.
+A leader sends its followers each step's plan, and between steps what to do to slices of KV and
+which adapter to read. A follower reports which of its handoffs and reads have ended, which adapter
+it has, and once that it has loaded what was compiled. Data-parallel leaders send each other, in
+every step, a `Vote` (`messages.py`) and then what they made of all votes. Everything else is an
+error that names the sender.
 """
 
 from __future__ import annotations
 
-from cluster.wire.messages import KVHandoff, KVSource, StepAgreement, StepPlan, Vote, Wire
+from cluster.wire.messages import (
+    KVHandoff,
+    KVSource,
+    LoraAdapter,
+    StepAgreement,
+    StepPlan,
+    Vote,
+    Wire,
+)
 
 
 class _Hello(Wire, frozen=True):
@@ -89,6 +98,13 @@ class CancelRead(Wire, frozen=True, tag=True):
     request_id: str
 
 
+class LoadAdapter(Wire, frozen=True, tag=True):
+    """Read your slices of an adapter into a slot that no token has."""
+
+    slot: int
+    adapter: LoraAdapter
+
+
 class EndOfSteps(Wire, frozen=True, tag=True): ...
 
 
@@ -97,7 +113,7 @@ class StillThere(Wire, frozen=True, tag=True):
 
 
 KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
-ToFollower = LeaderHello | StepFrame | KVOrder | StillThere | EndOfSteps
+ToFollower = LeaderHello | StepFrame | KVOrder | LoadAdapter | StillThere | EndOfSteps
 
 
 class FollowerHello(_Hello, frozen=True, tag=True):
@@ -127,11 +143,19 @@ class ReadEnded(Wire, frozen=True, tag=True):
         return not self.error
 
 
+class AdapterLoaded(Wire, frozen=True, tag=True):
+    """A rank has read its slices of an adapter, or could not."""
+
+    id: int
+    error: str
+    """Empty if its slot holds the adapter now."""
+
+
 class PiecesLoaded(Wire, frozen=True, tag=True):
     """The follower has loaded what was compiled while it served. It says so once."""
 
 
-FollowerReport = HandoffsEnded | ReadEnded | PiecesLoaded
+FollowerReport = HandoffsEnded | ReadEnded | AdapterLoaded | PiecesLoaded
 
 
 class PeerHello(_Hello, frozen=True, tag=True):

@@ -413,7 +413,7 @@ class RowAdmission(Wire, frozen=True):
     num_logprobs: int
     rules: RowRules | None
     lora: int
-    """The adapter of its tokens; 0: none."""
+    """One more than the slot that its adapter has on the engine's ranks; 0: none."""
 
 
 class NewBlocks(Wire, frozen=True):

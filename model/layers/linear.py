@@ -32,9 +32,9 @@ class Linear(WeightedLayer):
 
     handle: torch.Tensor | None
     lora_a: torch.Tensor | None
-    """[adapters, parts * largest rank, I], if adapters add to the layer's outputs."""
+    """[slots, parts * largest rank, I], if adapters add to the layer's outputs."""
     lora_b: torch.Tensor | None
-    """[adapters, largest rank, O]"""
+    """[slots, largest rank, O]"""
 
     def __init__(
         self, in_features: int, out_features: int, place: Placement, *, bias: bool
@@ -63,14 +63,20 @@ class Linear(WeightedLayer):
     def forget_values(self) -> None:
         self._packed = None
 
-    def take_adapters(self, num_adapters: int, max_rank: int, part_sizes: list[int]) -> None:
-        """Add what adapters make of the inputs from now on: nothing until their matrices are
-        filled in. part_sizes: outputs of each tensor that the layer joins."""
+    def take_adapters(self, num_slots: int, max_rank: int, part_sizes: list[int]) -> None:
+        """Add what adapters make of the inputs from now on: nothing until the matrices of their
+        slots are filled in. part_sizes: outputs of each tensor that the layer joins."""
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         inputs = self.weight.shape[1]
-        self.lora_a = zeros((num_adapters, len(part_sizes) * max_rank, inputs))
-        self.lora_b = zeros((num_adapters, max_rank, self._out_features))
+        self.lora_a = zeros((num_slots, len(part_sizes) * max_rank, inputs))
+        self.lora_b = zeros((num_slots, max_rank, self._out_features))
         self._part_sizes = part_sizes
+
+    def clear_slot(self, slot: int) -> None:
+        """Let an adapter's slot add nothing."""
+        assert self.lora_a is not None and self.lora_b is not None
+        self.lora_a[slot].zero_()
+        self.lora_b[slot].zero_()
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, I]. Returns [T, O], with what each token's adapter adds."""

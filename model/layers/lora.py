@@ -7,7 +7,7 @@ traced graph depends on neither. Where ranks are narrower than the widest, zeros
 Several tensors of a checkpoint in one product (queries, keys and values) are *parts* of it, each
 with an adapter's matrices of its own.
 
-Shapes: T tokens, I inputs, O outputs, N adapters, R the largest rank, P parts.
+Shapes: T tokens, I inputs, O outputs, N slots of adapters, R the largest rank, P parts.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from sim_model import GRAPHS, PagedModel, SimDrafter
 from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
 from cluster.config import Role, SchedulerConfig
+from cluster.engine.adapters import AdapterSlots
 from cluster.engine.blocks import BlockManager
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDigester
@@ -37,6 +38,7 @@ from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
 from cluster.kv.handoff import GroupHolder, GroupReader
 from cluster.observe.counts import Counts
+from cluster.rank.adapters import GroupAdapters
 from cluster.rank.follower import FollowerLoop
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
@@ -341,6 +343,7 @@ class SimLeader(SimRank):
         num_followers = group.tp_size - 1
         self._holder: GroupHolder = group.plants.group_holder(self.server, num_followers, tell)
         self._reader: GroupReader = group.plants.group_reader(self.puller, num_followers, tell)
+        self._adapters = GroupAdapters(AdapterSlots())
         self.machine: LockstepMachine | None = None
         self.scheduler = self._scheduler()
 
@@ -503,6 +506,7 @@ class SimFollower(SimRank):
             digester=StepDigester(is_overlapped=group.schedule.is_overlapped),
             holder=self.server,
             reader=self.puller,
+            adapters=None,
             is_overlapped=group.schedule.is_overlapped,
         )
 
