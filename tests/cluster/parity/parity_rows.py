@@ -13,10 +13,16 @@ from parity_process import Report
 from wire_structs import request_of, rules_of
 
 from cluster.config import EngineConfig, LoraModule, SpeculationConfig, TransferConfig
-from cluster.wire.messages import EngineOutput, GenerateRequest, StepKind
+from cluster.wire.messages import (
+    FIRST_LOADED_ID,
+    EngineOutput,
+    GenerateRequest,
+    LoraAdapter,
+    StepKind,
+)
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
-from model.config import ModelConfig
+from model.config import ModelConfig, fingerprint
 from model.quantization import WeightFormat
 
 NUM_TOKENS = 64
@@ -37,6 +43,9 @@ class Request:
     """The prompt and the output of the request before it stand before its own prompt."""
     sampling: dict[str, Any] = field(default_factory=dict)
     lora: int = 0
+    """The oracle's adapter, from 1 on; 0: none."""
+    is_lora_loaded: bool = False
+    """The engine did not start with it."""
 
     @property
     def is_greedy(self) -> bool:
@@ -44,7 +53,8 @@ class Request:
 
     def message(self, i: int) -> GenerateRequest:
         request = request_of(str(i), self.prompt, max_tokens=self.max_tokens, **self.sampling)
-        return msgspec.structs.replace(request, lora=self.lora)
+        lora = self.lora + self.is_lora_loaded * FIRST_LOADED_ID
+        return msgspec.structs.replace(request, lora=lora)
 
 
 @dataclass
@@ -134,6 +144,8 @@ class Row:
     """The oracle is transformers with a cache of what e4m3 holds."""
     has_adapters: bool = False
     """Requests take turns: none, the first adapter, the second. The oracle has them merged."""
+    loads_adapters: bool = False
+    """The second one is loaded when the ranks are ready, into a slot that had another one."""
     held: WeightFormat = "auto"
     """What linear layers hold. The oracle's have the numbers that it stands for."""
 
@@ -146,6 +158,7 @@ class Row:
         words += ["overlapped"] * self.overlap + ["scored"] * self.scores
         words += [f"{self.drafts} drafts"] * (self.drafts > 0) + ["mtp"] * self.has_mtp
         words += ["fp8_kv"] * self.has_fp8_kv + ["adapters"] * self.has_adapters
+        words += ["loaded"] * self.loads_adapters
         words += [self.held] * (self.held != "auto")
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
@@ -172,8 +185,20 @@ class Row:
         if self.has_adapters:
             # A second turn has the adapter of the first.
             turns = [(i - request.is_second_turn) % 3 for i, request in enumerate(requests)]
-            requests = [replace(r, lora=turn) for r, turn in zip(requests, turns, strict=True)]
+            requests = [
+                replace(r, lora=turn, is_lora_loaded=self.loads_adapters and turn == 2)
+                for r, turn in zip(requests, turns, strict=True)
+            ]
         return requests
+
+    def adapters_in_turn(self, oracle: Any) -> list[list[LoraAdapter]]:
+        """Return what ranks have to have loaded, one after the other, before any request."""
+        if not self.loads_adapters:
+            return []
+        return [
+            [LoraAdapter(FIRST_LOADED_ID + lora, path.name, str(path), fingerprint(path))]
+            for lora, path in enumerate(oracle.adapters, start=1)
+        ]
 
     def config(self, oracle: Any, cache_dir: str) -> EngineConfig:
         load = LOADS[self.load]
@@ -209,9 +234,14 @@ class Row:
             overlap=self.overlap,
             speculation=speculation,
             quantization=self.held,
-            lora_modules=tuple(LoraModule(path.name, str(path)) for path in oracle.adapters)
+            lora_modules=tuple(
+                LoraModule(path.name, str(path))
+                for path in oracle.adapters[: 1 if self.loads_adapters else None]
+            )
             if self.has_adapters
             else (),
+            max_loras=2 if self.loads_adapters else 0,
+            max_lora_rank=12,
         )
 
 

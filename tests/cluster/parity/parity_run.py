@@ -37,7 +37,7 @@ from routed import routing
 from cluster.config import EngineConfig, Role
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
-from cluster.wire.messages import Submit
+from cluster.wire.messages import LoraAdapter, Submit
 from compile.counters import counter
 from serve.pools.chooser import Why
 from serve.pools.directory import Chosen, Directory, Stage
@@ -46,6 +46,7 @@ from serve.pools.router import Router
 FOLDER = Path(__file__).resolve().parent
 MAX_STEPS = 10_000
 MAX_SERVE_S = 120.0
+MAX_LOAD_S = 300.0
 EMPTY_WITHIN_S = 5.0
 """Behind the last request, also where clients have left; a lease is longer."""
 EAGER = ("num_graphs_seen", "num_backend_compilations", "num_cudagraph_captured")
@@ -201,9 +202,19 @@ def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankPro
         num_layers = leader.runner.model_config.num_layers
         run.num_pieces = 1 if config.compilation.has_breakable_graphs else num_layers + 1
         with counter.expect(**dict.fromkeys(AFTER_READY, 0)):
+            for adapters in row.adapters_in_turn(oracle):
+                step_until_loaded(leader, adapters)
             log = _step_all(leader, run)
     run.pools["mixed"][0] = replace(run.pools["mixed"][0], log=log)
     return run
+
+
+def step_until_loaded(leader: Leader, adapters: list[LoraAdapter]) -> None:
+    leader.set_adapters(adapters)
+    wanted, deadline = {adapter.id for adapter in adapters}, time.monotonic() + MAX_LOAD_S
+    while (found := leader.stats().adapters).ids != wanted:
+        assert not found.errors and time.monotonic() < deadline, found
+        leader.step()
 
 
 def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:

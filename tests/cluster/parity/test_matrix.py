@@ -309,6 +309,18 @@ def adapters() -> Iterator[Any]:
     yield adapted(Row("mixtral tied eight experts", "uneven", 1, 2, mode=DECODE_ONLY), True)
     yield adapted(Row("six heads", "pools", kv="shm"))
     yield adapted(Row("tied", "few", 2, kv="tcp", loses=1), True)
+    yield loaded(Row("six heads", "run down", mode=FULL))
+    yield loaded(Row("six heads", "run down", level=3, mode=BOTH, compiler="eager"))
+    yield loaded(Row("six heads", "run down", level=3, mode=BOTH), True)
+    yield loaded(Row("biases", "everything", overlap=True), True)
+    yield loaded(Row("one kv head", "everything", 2))
+    yield loaded(Row("one kv head", "everything", 2, level=3, mode=BOTH), True)
+    yield loaded(Row("deepseek3 groups", "everything", 2), True)
+    yield loaded(Row("qwen2 tied", "tiny pool", held="int8"), True)
+
+
+def loaded(row: Row, is_slow: bool = False) -> Any:
+    return adapted(replace(row, loads_adapters=True), is_slow)
 
 
 def adapted(row: Row, is_slow: bool = False) -> Any:
