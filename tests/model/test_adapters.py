@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
-from model.adapters import load_adapters, traced_layout
+from model.adapters import ModelAdapters, load_adapters, traced_layout
+from model.config import fingerprint
+from model.layers.linear import Linear
 from model.layers.lora import add_by_adapter, add_masked
 from model.lora_config import LoraConfig
 
@@ -194,6 +196,129 @@ def test_without_adapters_a_model_is_as_it_was(made: Made, load: Callable[..., A
     assert traced_layout([]) == ""
     assert all(getattr(module, "lora_a", None) is None for module in model.modules())
     assert traced_layout([str(adapter)]).startswith("(1, 4, ['model.layers.0.mlp.down_proj', ")
+
+
+# --- slots that are reserved ---------------------------------------------------------------------
+
+
+def read(slots: ModelAdapters, slot: int, path: Path, wanted: bytes | None = None) -> None:
+    for _ in slots.reading(slot, str(path), wanted or fingerprint(path)):
+        pass
+
+
+def linear_layers(model: Any) -> list[Linear]:
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    return [layer for layer in layers if layer.is_quantizable]
+
+
+def of_slot(model: Any, slot: int) -> list[torch.Tensor]:
+    """Return copies of what all layers have in a slot."""
+    layers = linear_layers(model)
+    return [m[slot].clone() for layer in layers for m in (layer.lora_a, layer.lora_b)]
+
+
+@pytest.mark.feature("S10")
+def test_a_slot_that_was_used_holds_what_a_new_one_would(
+    made: Made, load: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also where the second adapter has fewer modules, and narrower ones."""
+    path, _, oracle = made
+    wide = tmp_path / "wide"
+    write_adapter(wide, matrices_of(oracle, LINEAR, {}, 6, 2), r=6, lora_alpha=8)
+    narrow = tmp_path / "narrow"
+    write_adapter(narrow, matrices_of(oracle, ("v_proj", "o_proj"), {}, 2, 3), r=2, lora_alpha=8)
+    model, _ = load(path)
+    slots = load_adapters(model, [], 3, 6)
+    for module in linear_layers(model):
+        assert module.lora_a.shape[0] == module.lora_b.shape[0] == 3 and not module.lora_a.any()
+    places = [layer.lora_a.data_ptr() for layer in linear_layers(model)]
+    read(slots, 0, wide)
+    read(slots, 0, narrow)
+    read(slots, 2, narrow)
+    for reused, new, between in zip(*(of_slot(model, slot) for slot in (0, 2, 1)), strict=True):
+        assert torch.equal(reused, new) and not between.any()
+    assert any(values.any() for values in of_slot(model, 0))
+    assert [layer.lora_a.data_ptr() for layer in linear_layers(model)] == places
+
+
+@pytest.mark.feature("S10")
+def test_reserved_slots_keep_what_was_there_from_the_start(
+    made: Made, load: Callable[..., Any], tmp_path: Path
+) -> None:
+    path, adapter, oracle = made
+    few = tmp_path / "few"
+    write_adapter(few, matrices_of(oracle, ("q_proj",), {}, 2, 3), r=2, lora_alpha=8)
+    alone, _ = load(path)
+    load_adapters(alone, [str(few)])
+    assert sum(layer.lora_a is not None for layer in linear_layers(alone)) == 2, "as it needs"
+    model, _ = load(path)
+    slots = load_adapters(model, [str(few)], 2, 3)
+    before = of_slot(model, 0)
+    with pytest.raises(FieldError, match=r"^module .*: wanted a rank of at most 3 \(max_lora_rank"):
+        read(slots, 1, adapter)
+    write_adapter(tmp_path / "b", matrices_of(oracle, LINEAR, {}, 3, 1), r=3, lora_alpha=8)
+    read(slots, 1, tmp_path / "b")
+    for was, found in zip(before, of_slot(model, 0), strict=True):
+        assert torch.equal(was, found)
+    own = [layer for layer in linear_layers(model) if layer.lora_a[0].any()]
+    assert len(own) == 2 and all(layer.lora_a[1].any() for layer in linear_layers(model))
+
+
+@pytest.mark.feature("S10")
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda path: configured(path, r=9, rank_pattern={".*": 4}), ": wanted the files that it "),
+        (lambda path: configured(path, rank_pattern={"o_proj": 7}), r"module .*o_proj: wanted a r"),
+        (lambda path: configured(path, use_dora=True), "use_dora: wanted False or None, found "),
+        (lambda path: with_tensors(path, _expert), r"tensor .*experts.0.up_proj.*: wanted linear"),
+        (lambda path: with_tensors(path, _shape), r"tensor .*q_proj.lora_B.weight: wanted shape "),
+        (lambda path: with_tensors(path, _dtype), r"tensor .*q_proj.lora_A.weight: wanted one of"),
+        (
+            lambda path: (path / "adapter_model.safetensors").unlink(),
+            r"adapter_model.safetensors: ",
+        ),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"no"), "adapter_model.saf"),
+    ],
+    ids=["changed", "wide", "dora", "experts", "shape", "dtype", "gone", "broken"],
+)
+def test_nothing_is_written_of_files_that_do_not_fit(
+    made: Made, load: Callable[..., Any], spoil: Callable[[Path], Any], error: str
+) -> None:
+    path, adapter, _ = made
+    model, _ = load(path)
+    slots = load_adapters(model, [], 1, 6)
+    first = fingerprint(adapter)
+    read(slots, 0, adapter)
+    before = of_slot(model, 0)
+    spoil(adapter)
+    wanted = first if "files that" in error else b"" if not adapter.is_dir() else None
+    with pytest.raises(FieldError, match=rf"{error}.* in .*{adapter}"):
+        read(slots, 0, adapter, wanted)
+    for was, found in zip(before, of_slot(model, 0), strict=True):
+        assert torch.equal(was, found)
+
+
+def test_a_number_that_is_not_finite_never_reaches_a_slot(
+    made: Made, load: Callable[..., Any]
+) -> None:
+    """A masked product would make a NaN of it for every token."""
+    path, adapter, _ = made
+    model, _ = load(path)
+    slots = load_adapters(model, [], 2, 4)
+    with_tensors(adapter, lambda tensors: tensors[SECOND].fill_(math.inf))
+    with pytest.raises(FieldError, match=r"^tensor .*q_proj.lora_B.weight: wanted finite numbers"):
+        read(slots, 1, adapter)
+    assert all(values.isfinite().all() for values in of_slot(model, 1))
+
+
+def test_what_is_traced_depends_on_the_room_and_not_on_what_fills_it(made: Made) -> None:
+    adapter = str(made[1])
+    reserved = traced_layout([], 2, 8)
+    assert reserved == traced_layout([adapter], 2, 8) == "(2, 8, 'all')"
+    assert traced_layout([adapter], 2, 3) == "(2, 4, 'all')", "as wide as the widest"
+    assert traced_layout([adapter], 1, 8) == traced_layout([adapter], 0, 8)
+    assert len({reserved, traced_layout([], 3, 8), traced_layout([], 2, 9)}) == 3
 
 
 @given(data=st.data(), seed=st.integers(0, 999))

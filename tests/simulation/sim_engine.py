@@ -20,6 +20,7 @@ from sim_check import check_scheduler
 from sim_model import PagedModel, SimDrafter
 
 from cluster.config import Role, SchedulerConfig
+from cluster.engine.adapters import AdapterSlots
 from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
@@ -109,7 +110,7 @@ class FakeEngine:
         self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
         self.scheduler = Scheduler(
             SchedulerConfig(shape.max_num_seqs, shape.budget, max_step_s),
-            RequestLimits(self.blocks, MAX_MODEL_LEN, role),
+            RequestLimits(self.blocks, MAX_MODEL_LEN, role, adapters=AdapterSlots(num_static=1)),
             epoch=1,
             handover=KVHandover(self.blocks, metadata, holder=holder, reader=reader)
             if metadata is not None
