@@ -46,6 +46,27 @@ def replaced(argument: str) -> dict[str, str]:
 
 MUTATIONS = (
     Mutation(
+        "A slot keeps what its last adapter had where the next one has nothing (S10).",
+        "model/adapters.py",
+        {"                layer.clear_slot(slot)\n": ""},
+        ("tests/model/test_adapters.py",),
+    ),
+    Mutation(
+        "A slot is given away while a step in flight computes who had its adapter (S10).",
+        "cluster/engine/scheduler.py",
+        {"self._handover.held, *self._in_flight.values())": "self._handover.held)"},
+        ("tests/cluster/engine/test_adapters.py",),
+    ),
+    Mutation(
+        "The process that compiles reserves no room for adapters (S10).",
+        "cluster/rank/compile_process.py",
+        {"config.lora_paths, config.max_loras, config.max_lora_rank": "config.lora_paths"},
+        (
+            "tests/cluster/rank/test_compile_process.py::"
+            "test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm[adapters]",
+        ),
+    ),
+    Mutation(
         "A plan made ahead holds the last token known to the host, not the one drawn now (T04).",
         "cluster/engine/sequence.py",
         {"PENDING if seq.num_pending_tokens": "seq.token_ids[-1] if seq.num_pending_tokens"},

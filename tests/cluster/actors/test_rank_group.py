@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from cluster.config import ParallelConfig
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import Heartbeat, Phase
 from cluster.group.rendezvous import Rendezvous
+from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
 
 BROKEN = CallEnd(cause="connection closed", error=RuntimeError("connection closed"))
 GONE = CallEnd(cause="gone", is_death=True)
@@ -35,6 +36,8 @@ class Rank:
     ) -> None:
         self._meet, self._load, self._beat, self._run = meet, load, beat, run
         self.is_killed = False
+        self.adapters: list[Sequence[LoraAdapter]] = []
+        """What it was told to have."""
 
     async def meet(self) -> CallEnd:
         return self._meet or await _after(None)
@@ -50,6 +53,10 @@ class Rank:
 
     async def stats(self, prefixes_since: int | None) -> CallEnd:
         raise NotImplementedError
+
+    async def set_adapters(self, adapters: Sequence[LoraAdapter]) -> CallEnd:
+        self.adapters.append(adapters)
+        return self._beat or await _after(None)
 
     def stop(self) -> None:
         """Go on."""
@@ -201,3 +208,20 @@ def test_a_leader_that_does_not_open_its_endpoints_is_named(
 def test_the_rank_that_was_blamed_is_read_from_the_reason() -> None:
     assert place_in_group("rank dp=0 tp=1 epoch=3 ended: killed") == "dp=0 tp=1"
     assert place_in_group("the owner ended") == "unknown"
+
+
+@pytest.mark.feature("S10")
+def test_each_leader_is_told_of_adapters_and_one_that_is_gone_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapters = [LoraAdapter(FIRST_LOADED_ID, "name", "/path", b"f")]
+    ranks = [Rank(beat=STEPPING) for _ in range(4)]
+    asyncio.run(group(*ranks, tp=2).set_adapters(adapters))
+    assert [rank.adapters for rank in ranks] == [[adapters], [], [adapters], []]
+    ranks[2]._beat = BROKEN
+    with pytest.raises(RankDied, match=r"^rank dp=1 tp=0 epoch=2: connection closed$"):
+        asyncio.run(group(*ranks, tp=2).set_adapters(adapters))
+    ranks[2]._beat = None
+    monkeypatch.setattr(rank_group, "STATS_TIMEOUT_S", 0.01)
+    with pytest.raises(TimeoutError):
+        asyncio.run(group(*ranks, tp=2).set_adapters(adapters))

@@ -21,6 +21,8 @@ import pytest
 from local_ranks import config_of, generate
 
 from cluster.group.context import RankContext, num_cores
+from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
+from model.config import fingerprint
 
 pytestmark = pytest.mark.ray
 
@@ -197,6 +199,42 @@ def test_a_follower_that_stops_while_it_loads_is_named(
     print(f"{named!r} after {took:.1f} s")
     assert re.fullmatch(r"rank dp=0 tp=1 epoch=0: no heartbeat for .* s while loading", named)
     assert took < 60
+
+
+@pytest.mark.feature("S10")
+def test_a_group_that_is_told_of_adapters_before_it_is_ready_has_them_soon_after(
+    running_group: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    oracle = make_oracle("one kv head")
+    oracle.write_adapters()
+    engine = replace(config_of(oracle.path, parallel=(2,)), max_loras=2, max_lora_rank=9)
+    adapters = [
+        LoraAdapter(FIRST_LOADED_ID + i, path.name, str(path), fingerprint(path))
+        for i, path in enumerate(oracle.adapters)
+    ]
+
+    async def tell(group: Any, told: list[LoraAdapter]) -> None:
+        """Tell a group as long as it is late."""
+        async with asyncio.timeout(600):
+            while True:
+                with suppress(TimeoutError):
+                    return await group.set_adapters(told)
+
+    async def loaded(group: Any, wanted: set[int]) -> None:
+        async with asyncio.timeout(300):
+            while (report := await reported(group)).ranks[0].adapters.ids != wanted:
+                assert not report.ranks[0].adapters.errors
+                await asyncio.sleep(0.05)
+
+    async def scenario() -> None:
+        async with running_group(engine, is_started=False) as group:
+            await tell(group, adapters)
+            await group.start()
+            await loaded(group, {adapter.id for adapter in adapters})
+            await tell(group, adapters[1:])
+            await loaded(group, {adapters[1].id})
+
+    asyncio.run(scenario())
 
 
 async def debug(group: Any) -> list[dict[str, Any]]:

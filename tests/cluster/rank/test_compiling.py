@@ -140,6 +140,20 @@ def test_what_linear_layers_hold_is_in_the_key(tiny_checkpoint: Path) -> None:
     assert all(found.keys() == factors[0].keys() for found in factors)
 
 
+@pytest.mark.feature("S10")
+def test_the_room_for_adapters_is_in_the_key(tiny_checkpoint: Path) -> None:
+    pools = graph_pools(CompilationConfig(), torch.device("cpu"))
+    group = GroupMembership(None, Shard())
+
+    def key(*room: int) -> str:
+        plain = config_of(tiny_checkpoint, max_num_batched_tokens=64)
+        config = replace(plain, max_loras=room[0], max_lora_rank=room[1])
+        return str(rank_scope(RankContext(config), group, pools).key_factors)
+
+    assert key(0, 8) == key(0, 16), "there is none"
+    assert len({key(0, 8), key(1, 8), key(2, 8), key(2, 16)}) == 4
+
+
 def wrapped(inner: Exception) -> Exception:
     return InductorError(inner, None)
 
