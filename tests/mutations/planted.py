@@ -62,8 +62,8 @@ MUTATIONS = (
         "cluster/rank/compile_process.py",
         {"config.lora_paths, config.max_loras, config.max_lora_rank": "config.lora_paths"},
         (
-            "tests/cluster/rank/test_compile_process.py::"
-            "test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm[adapters]",
+            "tests/cluster/rank/test_adapters.py::"
+            "test_what_is_compiled_while_a_rank_serves_has_room_for_adapters",
         ),
     ),
     Mutation(

@@ -198,6 +198,35 @@ def test_what_cannot_be_read_is_told_and_another_try_is_one_that_is_asked_for(
     asked.check(asked.ask(running.send, mended.id), 1)
 
 
+@pytest.mark.slow
+@pytest.mark.feature("S10", "X06")
+def test_what_is_compiled_while_a_rank_serves_has_room_for_adapters(
+    adapted: Any, start: Callable[..., RunningLeader], tmp_path: Path
+) -> None:
+    """Tokens are the same before and after a rank goes over to it."""
+    compilation: dict[str, Any] = {
+        "level": 3,
+        "use_inductor": False,
+        "serve_while_compiling": "on",
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": (1, 2),
+        "capture_num_tokens": (8,),
+        "cache_dir": str(tmp_path),
+        "sealed": "strict",
+    }
+    running = start(config_with_slots(adapted, 1, max_num_seqs=2, **compilation))
+    leader, asked = running.leader, Asked(adapted, running.ingress)
+    for number, path in enumerate(adapted.adapters, start=1):
+        adapter = adapter_of(path, number)
+        leader.set_adapters([adapter])
+        loaded_by(leader, {adapter.id})
+        asked.check(asked.ask(running.send, adapter.id), number)
+        wait_for(lambda: leader.runner.compile_progress is None, LIMIT_S)
+        assert leader.runner.switch.is_over and not leader.runner.compile_error
+        asked.check(asked.ask(running.send, adapter.id), number)
+    assert sum(leader.runner.forward.num_replays.values()) > 0
+
+
 def test_an_engine_without_room_loads_none(
     adapted: Any, start: Callable[..., RunningLeader]
 ) -> None:

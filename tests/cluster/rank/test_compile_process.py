@@ -78,13 +78,7 @@ INTEGERS = {"dtype": "float16", "quantization": "int8"}
 
 @pytest.mark.feature("X06")
 @pytest.mark.parametrize(
-    "held",
-    [
-        {},
-        pytest.param(INTEGERS, marks=pytest.mark.slow),
-        pytest.param({"max_loras": 2}, marks=[pytest.mark.slow, pytest.mark.feature("S10")]),
-    ],
-    ids=["plain", "integers", "adapters"],
+    "held", [{}, pytest.param(INTEGERS, marks=pytest.mark.slow)], ids=["plain", "integers"]
 )
 def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm(
     held: dict[str, Any], oracle: Any, tmp_path: Path
