@@ -107,6 +107,8 @@ class AdmissionSlot:
         self.num_bytes = 0
         self.on_evicted: Callable[[], None] | None = None
         """Set while the body is read: called where another request takes the slot."""
+        self.on_leave: Callable[[], None] | None = None
+        """Called once, where the request leaves."""
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that have come, or that replace them; raises Overloaded."""
@@ -149,6 +151,8 @@ class AdmissionSlot:
             del admission._slots[self]
             admission._bytes.add(self.client, -self.num_bytes)
             admission._add(self.client, -self.num_sequences, admission._clock())
+            if self.on_leave is not None:
+                self.on_leave()
 
     def is_slow(self, now: float) -> bool:
         """Return whether the body may lose its slot to any other request."""

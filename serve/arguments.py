@@ -32,6 +32,7 @@ from cluster.config import (
 )
 from compile.errors import FieldError
 from model.fields import Source, at_least, convert, hints_of, says
+from model.lora_config import MAX_RANK
 from model.quantization import WeightFormat
 from serve.compilation import (
     CudaGraphConfig,
@@ -44,7 +45,8 @@ from serve.pools.chooser import Routing
 
 _MAX_BYTES = 1 << 63
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
-_SECRET = "api_keys"
+SECRETS = ("api_keys", "admin_keys")
+"""Arguments that no error, log or repr repeats."""
 _SHAPES = ("compilation", "dynamic_shapes_config")
 _LABELS = "label_selector"
 POOLS = ("prefill", "decode", "mixed")
@@ -73,6 +75,7 @@ Quantization = Annotated[WeightFormat, says("auto, int8 or int4")]
 KVCacheDtype = Annotated[Literal["auto", "fp8", "fp8_e4m3"], says("auto, fp8 or fp8_e4m3")]
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
+LoraRank = Annotated[int, Meta(ge=1, le=MAX_RANK), says(f"1 to {MAX_RANK}")]
 DraftTokens = Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS), says(f"1 to {MAX_DRAFT_TOKENS}")]
 Port = Annotated[int, Meta(ge=1, le=65535), says("1 to 65535")]
 AcceleratorType = Annotated[str, Meta(pattern=r"^[\w.-]+\Z"), says("a name such as H100")]
@@ -291,6 +294,13 @@ class DeployArgs(EngineArgs, frozen=True):
     """LoRA adapters as PEFT saves them, each `name=directory`, in a list or separated by commas;
     all nodes need the files. Requests with `model=name` are answered by the model with that
     adapter. Each takes the memory of the one with the highest rank, 512 at most."""
+    max_loras: Positive | None = None
+    """Adapters at once, those of `lora_modules` included: the others are loaded and unloaded while
+    the application serves, by `/v1/load_lora_adapter`, and their memory is reserved from the start.
+    Null: those of `lora_modules` alone."""
+    max_lora_rank: LoraRank | None = None
+    """The highest rank of an adapter that is loaded while the application serves, whose memory each
+    of these takes; 1 to 512, null: 16."""
     ttft_target_s: Seconds = 2.0
     """The time to a first token that prefill and mixed pools are scaled to keep, if they are: so
     long may prompts wait to be computed."""
@@ -325,6 +335,10 @@ class DeployArgs(EngineArgs, frozen=True):
     are seen in `ps`."""
     api_keys_file: str | None = None
     """A file with one key a line, read again when it changes."""
+    admin_keys: str | list[str] = ""
+    """Bearer keys of those who may load and unload adapters, separated by commas; needed where
+    `max_loras` leaves room for some. They are no `api_keys`, and those may not do it. Keys on a
+    command line are seen in `ps`."""
     open_paths: str | list[str] = "/,/page.css,/page.js,/status,/health,/ready,/version,/metrics"
     """Paths that need no key."""
     allowed_hosts: str | list[str] = ""
@@ -389,7 +403,7 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
     try:
         args = convert(nested, DeployArgs, Source.ARGUMENT)
     except FieldError as error:
-        if error.field.startswith(_SECRET):
+        if error.field.startswith(SECRETS):
             raise FieldError(error.field, error.wanted, "what is not repeated here") from None
         raise
     fields = compilation_fields(args.compilation, args.torch_compile_config, args.cuda_graph_config)

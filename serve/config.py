@@ -27,12 +27,13 @@ from cluster.engine.blocks import check_num_blocks
 from cluster.observe.metrics import Described
 from cluster.wire.messages import PROTOCOL_VERSION
 from compile.config import KEYED_FIELDS, CompilationConfig
-from compile.errors import FieldError
+from compile.errors import FieldError, Words
 from compile.resolve import PRESETS, resolve
 from model.config import KV_AXES, ModelConfig, fingerprint
 from model.lora_config import LoraConfig
 from serve.arguments import (
     POOLS,
+    SECRETS,
     DeployArgs,
     EngineArgs,
     PoolArgs,
@@ -71,7 +72,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     other_model_names: tuple[str, ...] = ()
     """What requests may call it besides."""
     adapter_names: tuple[str, ...] = ()
-    """What requests call it with each of its adapters, in their order."""
+    """What requests call it with each adapter of `lora_modules`, in their order. `ServedModels`
+    knows what a name means."""
     max_model_len: int
     """Tokens of prompt and output together."""
     args: DeployArgs = DeployArgs()
@@ -86,20 +88,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prompt whose KV the model can compute; None: any."""
     cache_info: tuple[tuple[str, str], ...] = ()
     """Labels of the metric `cache_config_info`."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return (self.served_model_name, *self.other_model_names, *self.adapter_names)
-
-    def adapter_of(self, model: str | None) -> int:
-        """Return the adapter that a request's model means, from 1 on; 0 for none."""
-        names = ("", *self.adapter_names)
-        return names.index(model) if model in self.adapter_names else 0
-
-    def reported_name(self, model: str | None) -> str:
-        """Return what answers to a request for this model call it."""
-        adapter = self.adapter_of(model)
-        return self.adapter_names[adapter - 1] if adapter else self.served_model_name
 
     @property
     def described(self) -> Described:
@@ -308,6 +296,8 @@ def _resolved(
     if has_fp8_kv and model.latent is not None:
         wanted = "auto, and a checkpoint without kv_cache_scheme, for a model that caches latents"
         raise FieldError("kv_cache_dtype", wanted, args.kv_cache_dtype)
+    lora_modules = _lora_modules(args)
+    max_loras = _max_loras(args, len(lora_modules))
     engine = EngineConfig(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
@@ -334,7 +324,9 @@ def _resolved(
         overlap=args.overlap == "on"
         or (args.overlap == "auto" and device == "cuda" and speculation is None),
         speculation=speculation,
-        lora_modules=_lora_modules(args),
+        lora_modules=lora_modules,
+        max_loras=max_loras if is_served else 0,
+        max_lora_rank=args.max_lora_rank or EngineConfig.max_lora_rank,
         threads=args.threads_per_rank,
         watchdog_s=args.watchdog_s,
         log_format=args.log_format,
@@ -445,6 +437,27 @@ def _lora_modules(args: DeployArgs) -> tuple[LoraModule, ...]:
     return tuple(modules)
 
 
+def _max_loras(args: DeployArgs, num_modules: int) -> int:
+    """Return how many adapters there may be at once, if others may be loaded than those that are
+    there from the start; else 0. Refuses what would have no effect."""
+    if args.max_loras is not None and args.max_loras < num_modules:
+        wanted = f"at least {num_modules}, as many as lora_modules has"
+        raise FieldError("max_loras", wanted, args.max_loras)
+    room = 0 if args.max_loras is None else args.max_loras - num_modules
+    keys = texts(args.admin_keys)
+    if room and not keys:
+        wanted = "a key for those who may load adapters (max_loras leaves room for some)"
+        raise FieldError("admin_keys", wanted, Words("none"))
+    if not room:
+        why = f"nothing without a max_loras of more than {num_modules}"
+        if keys:
+            raise FieldError("admin_keys", why, Words("some"))
+        if args.max_lora_rank is not None:
+            raise FieldError("max_lora_rank", why, args.max_lora_rank)
+        return 0
+    return num_modules + room
+
+
 def _adapter_names(engine: EngineConfig, model_names: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(module.name for module in engine.lora_modules)
     for name in names:
@@ -475,7 +488,8 @@ def _device(device: str) -> str:
 
 def _with_checked_keys(args: DeployArgs) -> DeployArgs:
     """Return arguments whose keys can be used, with the place of their file on this machine."""
-    check_keys("api_keys", texts(args.api_keys))
+    for name in SECRETS:
+        check_keys(name, texts(getattr(args, name)))
     if not args.api_keys_file:
         return args
     file = Path(args.api_keys_file).expanduser().absolute()

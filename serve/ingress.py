@@ -24,7 +24,7 @@ from cluster.wire.credentials import Credentials
 from serve.config import DeployConfig, check_device, check_num_nodes
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, StreamBatcher
 from serve.ingress_core import IngressCore
-from serve.openai import endpoint
+from serve.openai import adapters, endpoint
 from serve.openai.app import build_app
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
@@ -125,6 +125,15 @@ class Ingress:
         async with aclosing(endpoint.stream(self._core.serving, parse_completion, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def load_lora_adapter(self, name: str, path: str) -> dict[str, Any]:
+        """Answer what would be posted to /v1/load_lora_adapter; needs no key. RequestRefused if it
+        cannot be loaded."""
+        return await adapters.load_by_handle(self._core.serving, name, path)
+
+    async def unload_lora_adapter(self, name: str) -> dict[str, Any]:
+        """Answer what would be posted to /v1/unload_lora_adapter; needs no key."""
+        return await adapters.unload_by_handle(self._core.serving, name)
 
 
 def _map_large_buffers() -> None:

@@ -24,6 +24,7 @@ from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress, keep_what_is_loaded
 from cluster.observe.metrics import MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest
+from serve.adapter_loading import AdapterBoard, AdapterLoading
 from serve.admission import Admission
 from serve.config import RETRY_AFTER_S, DeployConfig
 from serve.event_loop import StreamBatcher
@@ -47,7 +48,7 @@ LOOP_TICK_S = 0.005
 """How often the event loop's pauses are measured."""
 
 
-class Board(Protocol):
+class Board(AdapterBoard, Protocol):
     """The status board and the cluster; what is asked of them raises BoardSilent. `is_new`: it may
     not have heard of all yet. `poll` tells of this ingress, and returns what is known of all."""
 
@@ -102,6 +103,10 @@ class IngressCore:
             config.api, self, lambda: self._tokenizer, self._admission, tick, secret
         )
         """What the HTTP application and calls by handle are built over."""
+        if config.pools[0].engine.max_loras:
+            self.serving.loading = AdapterLoading(
+                config.pools[0].engine, config.numerics_hash, self.serving.models, board, directory
+            )
         if args.log_requests == "on":
             self.serving.on_end.append(RequestLog().write)
         self._tracing: Tracing | None = None
@@ -240,6 +245,9 @@ class IngressCore:
         body = await self._board.poll(self._report())
         figures, leaders = body.pop("figures"), body.pop("leaders")
         self._directory.see(leaders)
+        adapters = body.pop("adapters", None)  # a board of a release before has none
+        if adapters is not None and self.serving.loading is not None:
+            self.serving.models.see(adapters)
         is_late = self._readiness.are_pools_late(body, time.monotonic())
         free = await self._board.free_resources() if is_late else {}
         before = self._readiness.body
@@ -264,6 +272,8 @@ class IngressCore:
             is_watched=now - self._watched_at < WATCHED_S,
             counts=self.serving.counts.counts(),
             known_prefixes=self._directory.known_prefixes,
+            adapters_revision=self.serving.models.revision if self.serving.loading else None,
+            used_adapters=self.serving.models.used_adapters,
         )
 
     def _say(self, line: str) -> None:

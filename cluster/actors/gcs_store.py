@@ -1,6 +1,7 @@
-"""What outlives processes: an application's secret, its totals, and why its pools cannot start. It
-is kept in the key-value store of Ray's control service, through `ray.experimental.internal_kv`, as
-Ray itself does; the functions are older than Ray 1.0. Every call blocks for a moment."""
+"""What outlives processes: an application's secret, its totals, the adapters that it has loaded,
+and why its pools cannot start. It is kept in the key-value store of Ray's control service, through
+`ray.experimental.internal_kv`, as Ray itself does; the functions are older than Ray 1.0. Every call
+blocks for a moment."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 from ray.experimental import internal_kv
 
+from cluster.actors.adapter_set import StoredAdapters
 from cluster.observe.counts import Ledger
 from cluster.wire.credentials import SECRET_BYTES
 
@@ -51,6 +53,24 @@ class KeptTotals:
 
     def save(self, ledger: Ledger) -> None:
         _put(self._key, msgspec.msgpack.encode(ledger))
+
+
+class KeptAdapters:
+    """The adapters that one application has loaded while it serves."""
+
+    def __init__(self, app_name: str) -> None:
+        self._key = f"adapters:{app_name}"
+
+    def load(self) -> StoredAdapters:
+        found = _get(self._key)
+        return (
+            StoredAdapters()
+            if found is None
+            else msgspec.msgpack.decode(found, type=StoredAdapters)
+        )
+
+    def save(self, stored: StoredAdapters) -> None:
+        _put(self._key, msgspec.msgpack.encode(stored))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.engine.prefix_index import PrefixIndex, PrefixUpdate
-from cluster.group.context import RankStats
+from cluster.group.context import LoadedAdapters, RankStats
 from cluster.observe.counts import BUCKET, Counts
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import INGRESS, SchedulerStats
 from cluster.wire.credentials import Hashes
+from cluster.wire.messages import LoraAdapter
 
 OUTDATED = "outdated"
+NO_ADAPTERS = LoadedAdapters()
 
 
 class BoardSilent(Exception):
@@ -66,6 +68,18 @@ class ReplicaReport:
     counts: Counts = field(default_factory=dict)
     in_state_s: float = 0.0
     targets: ScalingTargets | None = None
+    takes_answer: bool = False
+    """Whether it takes a `PushAnswer`; one of a release before takes the known prefixes alone."""
+
+
+@dataclass(frozen=True)
+class PushAnswer:
+    """What the board answers to a replica's report."""
+
+    known_prefixes: Mapping[int, int] = field(default_factory=dict)
+    """By data-parallel rank which number of the changes in its leader's prefix cache is known."""
+    adapters: tuple[LoraAdapter, ...] | None = None
+    """Those that its engines are to have, beside those that they started with; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,7 @@ class LeaderReport:
     """Seconds that a token takes there, by the number of binary digits of its step's tokens."""
     prefixes: PrefixUpdate | None = None
     """What of its prefix cache the ingress that asks does not know yet."""
+    adapters: LoadedAdapters = NO_ADAPTERS
 
     @property
     def engine_id(self) -> str:
@@ -113,7 +128,7 @@ def leaders_of(report: ReplicaReport) -> list[LeaderReport]:
         for dp_rank, inbox in enumerate(report.inboxes)
     ]
     return [
-        replace(leader, load=rank.scheduler, token_s=rank.token_s)
+        replace(leader, load=rank.scheduler, token_s=rank.token_s, adapters=rank.adapters)
         if (rank := ranks.get(leader.dp_rank)) is not None
         else leader
         for leader in leaders
@@ -175,6 +190,10 @@ class IngressReport:
     known_prefixes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By the id of each engine whose prefix cache it wants to know: its epoch, and the number of
     the changes that it knows."""
+    adapters_revision: int | None = None
+    """Of the `AdapterSet` that it goes by; None: it knows of none, being of a release before."""
+    used_adapters: frozenset[int] = frozenset()
+    """By id those that its live requests have."""
 
 
 def ready_body(

@@ -2,8 +2,9 @@
 
 The first ingress to come owns it, and all answer `/ready` from it; pool replicas push to it up to
 four times a second from their first line on. If its owner dies, the next ingress to ask makes
-another one. It also adds up what ranks and ingresses have counted. Whatever it has told is kept
-before (`gcs_store.py`), so totals go on where they were if it is made anew.
+another one. It also adds up what ranks and ingresses have counted, and holds which adapters all
+are to have (`adapter_set.py`). Whatever it has told is kept before (`gcs_store.py`), so both go on
+where they were if it is made anew.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from cluster.actors.gcs_store import KeptTotals
+from cluster.actors.adapter_set import AdapterSet, AdapterSets
+from cluster.actors.gcs_store import KeptAdapters, KeptTotals
 from cluster.actors.reports import (
     BoardSilent,
     CachedPrefixes,
     IngressReport,
+    PushAnswer,
     ReplicaReport,
     figures_body,
     leaders_of,
@@ -41,6 +44,7 @@ from cluster.observe.metrics import (
     SchedulerStats,
     samples,
 )
+from compile.errors import FieldError
 
 NAMESPACE = "lockstep"
 BOARD_PREFIX = "status:"
@@ -100,11 +104,17 @@ class StatusBoard:
         pools: list[str],
         kept: KeptTotals | None = None,
         ray_metrics: RayMetrics | None = None,
+        kept_adapters: KeptAdapters | None = None,
     ) -> None:
-        """Go on from the totals of `kept`; `ray_metrics` gets all figures at times."""
+        """Go on from what was kept; `ray_metrics` gets all figures at times."""
         self._kept = kept
         self._ray_metrics = ray_metrics
-        self._exported_at = time.monotonic()
+        self._adapters = (
+            AdapterSets()
+            if kept_adapters is None
+            else AdapterSets(kept_adapters.load(), kept_adapters.save)
+        )
+        self._made_at = self._exported_at = time.monotonic()
         self._ledger = Ledger() if kept is None else kept.load()
         self._has_grown = False
         self._saved_at = time.monotonic()
@@ -117,10 +127,9 @@ class StatusBoard:
         self._scaling: dict[str, tuple[float, dict[str, Any]]] = {}
         """By pool what its policy decided last."""
 
-    def push(self, report: ReplicaReport) -> dict[int, int]:
-        """Replace the replica's last report, and add what was counted since; return by
-        data-parallel rank which number of the changes in its leader's prefix cache is known
-        here."""
+    def push(self, report: ReplicaReport) -> PushAnswer | dict[int, int]:
+        """Replace the replica's last report, and add what was counted since. The answer to one of a
+        release before is its known prefixes alone."""
         report, known_prefixes = self._prefixes.take(report)
         self._reports.setdefault(report.pool, {})[report.replica_id] = (time.monotonic(), report)
         place, source = self._place(report.pool, report.replica_id), report.replica_id
@@ -135,7 +144,10 @@ class StatusBoard:
         if self._ray_metrics is not None and now - self._exported_at > EXPORT_PERIOD_S:
             self._ray_metrics.export(self._now())
             self._exported_at = time.monotonic()
-        return known_prefixes
+        if not report.takes_answer:
+            return known_prefixes
+        self._sweep_adapters(now)
+        return PushAnswer(known_prefixes, self._adapters.of(report.hashes.numerics).of_engines)
 
     def remove(self, pool: str, replica_id: str) -> None:
         self._prefixes.forget(pool, replica_id)
@@ -151,8 +163,8 @@ class StatusBoard:
 
     def poll(self, report: IngressReport) -> dict[str, Any]:
         """Take an ingress's report, and return the body of `/ready` as its deployment sees it, with
-        all `leaders` as `LeaderReport`s, and with the figures of the status page while somebody
-        looks at one: each look may reach another ingress."""
+        all `leaders` as `LeaderReport`s, its `adapters` as an `AdapterSet`, and with the figures of
+        the status page while somebody looks at one: each look may reach another ingress."""
         now = time.monotonic()
         self._ingresses[report.ingress_id] = (now, report)
         if report.counts is not None:
@@ -166,7 +178,30 @@ class StatusBoard:
             for _, replica in by_id.values()
             for leader in leaders_of(replica)
         ]
+        if report.adapters_revision is not None:
+            self._sweep_adapters(now)
+            body["adapters"] = self._adapters.of(report.numerics_hash)
         return {**body, "leaders": leaders, "figures": self.figures() if is_watched else None}
+
+    def load_adapter(
+        self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
+    ) -> AdapterSet | FieldError:
+        """Have all of these numerics load an adapter; returns the error of what is refused, since
+        Ray would wrap it."""
+        try:
+            return self._adapters.add(numerics_hash, name, path, fingerprint, max_loaded)
+        except FieldError as error:
+            return error
+
+    def unload_adapter(self, numerics_hash: str, name: str) -> AdapterSet | None:
+        """Have one leave once its last request has ended; None if none is loaded by that name."""
+        return self._adapters.mark(numerics_hash, name)
+
+    def _sweep_adapters(self, now: float) -> None:
+        self._forget_lost(now)
+        # A board made anew has not heard of all ingresses before.
+        if now - self._made_at > LOST_AFTER_S:
+            self._adapters.sweep(report for _, report in self._ingresses.values())
 
     def scale(self, pool: str, decided: dict[str, Any] | None) -> dict[str, Any]:
         """Take what a pool's policy has decided, and return what it decides by next."""
@@ -293,7 +328,8 @@ class IngressBoard:
         except ValueError:
             self.is_first = True
             """There was no board, and so no other ingress."""
-        self._arguments = pools, KeptTotals(app_name), RayMetrics(described)
+        kept = KeptTotals(app_name), RayMetrics(described), KeptAdapters(app_name)
+        self._arguments = pools, *kept
         self._lost_at = -math.inf
         self._told: Counts = {}
         """What the board was told last; empty if it was made anew."""
@@ -318,6 +354,26 @@ class IngressBoard:
             lambda: self._board.metrics.remote(ingress_id, counts)
         )
         return snapshot
+
+    async def load_adapter(
+        self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
+    ) -> AdapterSet:
+        """Have all load an adapter; FieldError if its name is taken or there is no room for it."""
+        found: AdapterSet | FieldError = await self._answer(
+            lambda: self._board.load_adapter.remote(
+                numerics_hash, name, path, fingerprint, max_loaded
+            )
+        )
+        if isinstance(found, FieldError):
+            raise found
+        return found
+
+    async def unload_adapter(self, numerics_hash: str, name: str) -> AdapterSet | None:
+        """Have one leave; None if none is loaded by that name."""
+        found: AdapterSet | None = await self._answer(
+            lambda: self._board.unload_adapter.remote(numerics_hash, name)
+        )
+        return found
 
     async def free_resources(self) -> dict[str, float]:
         """Return the CPUs and GPUs of the cluster that are not reserved."""
@@ -364,10 +420,10 @@ class ReplicaBoard:
         self._registered: list[Any] = []
         self._heard_at = 0.0
 
-    async def push(self, report: ReplicaReport, actors: list[Any]) -> dict[int, int]:
+    async def push(self, report: ReplicaReport, actors: list[Any]) -> PushAnswer:
         """Push a report, or nothing while there is no board; its actors when they are new there.
-        Return what the board's `push` does, or nothing. Waits for the answer, because only that
-        shows whether the board died with its ingress."""
+        Return what the board does, or an empty answer. Waits for it, because only that shows
+        whether the board died with its ingress."""
         try:
             if self._board is None:
                 self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)
@@ -375,15 +431,16 @@ class ReplicaBoard:
             if actors != self._registered:
                 await self._board.register.remote(report.pool, report.replica_id, actors)
                 self._registered = actors
-            known_prefixes: dict[int, int] = await self._board.push.remote(report)
+            found = await self._board.push.remote(report)
             now = time.monotonic()
             if now - self._heard_at > LOST_AFTER_S / 2:
                 self._registered = []  # the board may have forgotten them meanwhile
             self._heard_at = now
-            return known_prefixes
+            # That of a release before knows of no adapters.
+            return found if isinstance(found, PushAnswer) else PushAnswer(found)
         except (ValueError, ray.exceptions.RayError):
             self._board = None
-            return {}
+            return PushAnswer()
 
     def remove(self, pool: str, replica_id: str) -> None:
         if self._board is not None:

@@ -199,6 +199,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Of a model with an adapter: the one without."""
 
 
+class ModelDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: bool = True
+
+
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelCard]

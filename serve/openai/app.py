@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +17,7 @@ from starlette.routing import Route
 from serve.arguments import texts
 from serve.clients import ApiKeys
 from serve.observe import page
-from serve.openai import openapi, tokenizing
+from serve.openai import adapters, openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
@@ -55,6 +54,8 @@ def build_app(serving: Serving, *, is_peer_known: bool = True, sends_id: bool = 
         "/v1/responses": partial(respond, serving, parse_responses),
         "/tokenize": partial(tokenizing.answer, serving, tokenizing.tokenize),
         "/detokenize": partial(tokenizing.answer, serving, tokenizing.detokenize),
+        adapters.LOAD_PATH: partial(adapters.answer_load, serving),
+        adapters.UNLOAD_PATH: partial(adapters.answer_unload, serving),
         **dict.fromkeys(NO_TEXT, handlers.no_text),
     }
     gets: dict[str, Handler] = {
@@ -82,6 +83,8 @@ def build_app(serving: Serving, *, is_peer_known: bool = True, sends_id: bool = 
         RequestMiddleware,
         serving=serving,
         keys=ApiKeys(texts(args.api_keys), key_file),
+        admin_keys=ApiKeys(texts(args.admin_keys)) if texts(args.admin_keys) else None,
+        admin_paths=(adapters.LOAD_PATH, adapters.UNLOAD_PATH),
         is_peer_known=is_peer_known,
         routes=[route.path for route in routes],
         sends_id=sends_id,
@@ -101,22 +104,14 @@ class Handlers:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._openapi: bytes | None = None
-        settings, created = serving.settings, int(time.time())
-        self._cards = {
-            name: ModelCard(
-                id=name,
-                created=created,
-                max_model_len=settings.max_model_len,
-                parent=settings.served_model_name if settings.adapter_of(name) else None,
-            )
-            for name in settings.model_names
-        }
+        self._openapi: tuple[tuple[str, ...], bytes] | None = None
+        """The names that the model had when it was written, and the document."""
 
     async def openapi(self, request: Request) -> Response:
-        if self._openapi is None:
-            self._openapi = await asyncio.to_thread(openapi.document, self._serving.settings)
-        return Response(self._openapi, media_type="application/json")
+        names, settings = self._serving.models.names, self._serving.settings
+        if self._openapi is None or self._openapi[0] != names:
+            self._openapi = names, await asyncio.to_thread(openapi.document, settings, names)
+        return Response(self._openapi[1], media_type="application/json")
 
     async def no_text(self, request: Request) -> Response:
         await discard(self._serving, request)
@@ -124,12 +119,14 @@ class Handlers:
         raise ApiError(501, f"path: {wanted}; this server generates text only")
 
     async def models(self, request: Request) -> Response:
-        return json_response(ModelList(data=[*self._cards.values()]))
+        names = self._serving.models.names
+        return json_response(ModelList(data=[self._card(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        require_model(self._serving, name)
-        return json_response(self._cards[name])
+        return json_response(self._card(request.path_params["name"]))
+
+    def _card(self, name: str) -> ModelCard:
+        return adapters.model_card(self._serving, name, require_model(self._serving, name))
 
     async def health(self, request: Request) -> Response:
         if failure := self._serving.backend.failure():

@@ -83,7 +83,7 @@ class ConversationAdapter:
         answers = _answer_format(request, settings, tokenizer)
         self.id = f"{id_prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
-        self.model = settings.reported_name(request.model)
+        self.model = ""
         self.request = request
         self.params = with_forced_calls(request, params) if answers.is_forced else params
         markers = answers.markers

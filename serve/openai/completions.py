@@ -39,7 +39,7 @@ class CompletionAdapter:
     ) -> None:
         self.id = f"cmpl-{secrets.token_hex(16)}"
         self.created = int(time.time())
-        self.model = settings.reported_name(request.model)
+        self.model = ""
         self.request = request
         self.params = request.sampling_params()
         self.num_prompt_copies = request.n

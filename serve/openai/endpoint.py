@@ -31,8 +31,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -47,6 +48,7 @@ from serve.openai.errors import ApiError, as_api_error
 from serve.openai.generation import Generation, RequestAdapter, Serving
 from serve.requests.records import RequestRecord
 from serve.requests.tokenizer import Tokenizer
+from serve.served_models import ServedModel
 
 MAX_DISCARDED_BYTES = 64 << 20
 """What is read and dropped of a refused body, so that its client can read why."""
@@ -54,6 +56,8 @@ MAX_DISCARD_S = 10.0
 """How long a refused body is read."""
 MAX_DISCARD_PAUSE_S = 5.0
 """A client that sends nothing for so long is taken to wait for the answer."""
+MAX_SMALL_BODY_BYTES = 64 * 1024
+"""Of a request that loads or unloads an adapter; a larger body gets 413."""
 MAX_DISCARDS = 64
 """Refused bodies that are read at once; further connections are just closed."""
 SEND_TIMEOUT_S = 30.0
@@ -134,12 +138,12 @@ def require_ready(serving: Serving) -> Tokenizer:
     return tokenizer
 
 
-def require_model(serving: Serving, name: str | None) -> None:
-    """Raise ApiError unless `name` is one of the served model's or left out."""
-    names = serving.settings.model_names
-    if name is not None and name not in names:
-        wanted = " or ".join(names)
+def require_model(serving: Serving, name: str | None) -> ServedModel:
+    """Return what `name` means, the model itself if it is left out; ApiError: nothing has it."""
+    if (found := serving.models.find(name)) is None:
+        wanted = " or ".join(serving.models.names)
         raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
+    return found
 
 
 async def _read(serving: Serving, request: Request, slot: AdmissionSlot, limit: int) -> bytes:
@@ -184,6 +188,22 @@ async def _parts(request: Request) -> AsyncGenerator[bytes, None]:
         raise ClientDisconnect from error
 
 
+async def small_body(request: Request) -> bytes:
+    """Return a body that needs no slot, of somebody who administers; ApiError if it is too large or
+    slow."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(MAX_DISCARD_S):
+            async for part in _parts(request):
+                body += part
+                if len(body) > MAX_SMALL_BODY_BYTES:
+                    raise _too_large(MAX_SMALL_BODY_BYTES, f"at least {len(body)}")
+    except TimeoutError as error:
+        wanted = f"wanted within {MAX_DISCARD_S:g} s"
+        raise ApiError(408, f"body: {wanted}, found it unfinished") from error
+    return bytes(body)
+
+
 async def discard(serving: Serving, request: Request) -> None:
     """Read on for a while and keep nothing: the answer is a refusal."""
     if serving.num_discarding >= MAX_DISCARDS:
@@ -219,13 +239,17 @@ async def parsed(
     FieldError if it cannot be answered; Overloaded if there is no room for all of them."""
     adapter = await serving.threads.run(len(body), lambda _: parse(serving, tokenizer, body))
     request, params = adapter.request, adapter.params
-    require_model(serving, request.model)
+    model = require_model(serving, request.model)
     slot.grow(adapter.num_prompts * params.n)
+    # No answer of the board comes between the two: what is offered and used is kept by all engines.
+    serving.models.hold(model)
+    slot.on_leave = partial(serving.models.let_go, model)
+    adapter.model = model.name
     record.id, record.model, record.is_stream = adapter.id, adapter.model, request.stream
     record.n, record.temperature, record.top_p = params.n, params.temperature, params.top_p
     max_tokens = params.max_tokens
     serving.counts.on_parsed(params.n, None if max_tokens is UNSET else max_tokens)
-    return Generation(serving, tokenizer, adapter, slot, record)
+    return Generation(serving, tokenizer, adapter, slot, record, model)
 
 
 class ClientGone(Exception):
@@ -398,12 +422,22 @@ async def stream(
                 yield dict(msgspec.to_builtins(event, str_keys=True))
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise what goes wrong within as RequestRefused."""
+    try:
+        yield
+    except Exception as error:
+        refusal = as_api_error(error)
+        raise RequestRefused(refusal.status, msgspec.json.decode(refusal.body())) from error
+
+
 @asynccontextmanager
 async def _by_handle(
     serving: Serving, parse: Parse, body: dict[str, Any], *, is_stream: bool
 ) -> AsyncIterator[Generation]:
     """Hold a request's slot, and record it, as long as the block lasts; raises RequestRefused."""
-    try:
+    with refusing():
         tokenizer = require_ready(serving)
         record = RequestRecord(
             secrets.token_hex(16), HANDLE, is_generating=True, status=200, client=clients.HANDLE
@@ -425,9 +459,6 @@ async def _by_handle(
             slot.leave()
             for call in serving.on_end:
                 call(record)
-    except Exception as error:
-        refusal = as_api_error(error)
-        raise RequestRefused(refusal.status, msgspec.json.decode(refusal.body())) from error
 
 
 def _encode(body: object, is_stream: bool) -> bytes:

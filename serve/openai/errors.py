@@ -39,8 +39,8 @@ _REQUEST, _TIMEOUT = "invalid_request_error", "timeout_error"
 STATUSES = {
     400: Status(_REQUEST, "The request cannot be answered; `param` names the field."),
     401: Status(_REQUEST, "A key is needed, or another one."),
-    403: Status(_REQUEST, "A web page of another origin."),
-    404: Status("not_found_error", "There is no such path or model."),
+    403: Status(_REQUEST, "A web page of another origin, or a key that may not do this."),
+    404: Status("not_found_error", "There is no such path, model or adapter."),
     405: Status(_REQUEST, "The path does not take this method."),
     408: Status(_TIMEOUT, "The body came too slowly."),
     413: Status(_REQUEST, "The body is too large."),

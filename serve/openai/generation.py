@@ -22,6 +22,7 @@ from cluster.observe.counts import Counts
 from cluster.observe.metrics import MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from compile.errors import FieldError, Words
+from serve.adapter_loading import AdapterLoading
 from serve.admission import Admission, AdmissionSlot
 from serve.clients import CacheSalts
 from serve.config import ApiSettings
@@ -34,6 +35,7 @@ from serve.requests.choice import Choice, StopStrings
 from serve.requests.records import ABORTED, FAILED, IngressCounts, RequestRecord, SequenceRecord
 from serve.requests.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
+from serve.served_models import ServedModel, ServedModels
 
 BEGUN_AT_ONCE = 4
 """Requests, and sequences, started in a turn of the event loop: each costs it a millisecond or
@@ -92,6 +94,10 @@ class Serving:
         application's, of at most 64 bytes, which all ingresses have."""
         self.salts = CacheSalts(secret, is_per_key=settings.args.divides_prefix_cache)
         self.settings = settings
+        self.models = ServedModels(settings)
+        self.loading: AdapterLoading | None = None
+        """What loads adapters, if there may be any but those of `lora_modules`; set by the ingress
+        that has built this."""
         self.tokenizer = tokenizer
         self.backend = backend
         self.admission = admission
@@ -116,6 +122,7 @@ class RequestAdapter(Protocol):
     """Of the answer, as are its date and model; each of its JSON objects repeats them."""
     created: int
     model: str
+    """Empty until the request is admitted, which finds out what its name means (`parsed`)."""
     params: SamplingParams
     has_typed_events: bool
     """Whether the events of a stream carry the name of their type, as those of Responses."""
@@ -154,6 +161,7 @@ class Generation:
         adapter: RequestAdapter,
         slot: AdmissionSlot,
         record: RequestRecord,
+        model: ServedModel,
     ) -> None:
         self.adapter = adapter
         self.slot = slot
@@ -162,6 +170,7 @@ class Generation:
         """Empty until the request is prepared."""
         self.on_full: Callable[[], None] | None = None
         """Set while a send waits for its client: called where more waits than may."""
+        self._model = model
         self._serving = serving
         self._tokenizer = tokenizer
         self._record = record
@@ -244,7 +253,6 @@ class Generation:
         adapter, settings, tokenizer = self.adapter, self._serving.settings, self._tokenizer
         request, params = adapter.request, adapter.params
         salt = self._serving.salts.of(self.slot.client, request.cache_salt)
-        lora = settings.adapter_of(request.model)
         vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
         resolver = Resolver(
             params,
@@ -268,7 +276,7 @@ class Generation:
             for sampling in of_choices:
                 index = len(self.choices)
                 engine_request = GenerateRequest(
-                    f"{adapter.id}-{index}", prompt, [], sampling, salt, lora
+                    f"{adapter.id}-{index}", prompt, [], sampling, salt, self._model.adapter_id
                 )
                 shown = adapter.shown_token_ids
                 self.choices.append(Choice(index, engine_request, tokenizer, params, stop, shown))

@@ -4,7 +4,8 @@ A client's `X-Request-Id` is taken if it is one; every answer has it, errors inc
 HTTP server gives a request without one an id, and appends it to every answer, so there it is only
 read here.
 
-Requests need a bearer key or, where no keys are set, may be any but those of foreign web pages. A
+What administers (`admin_paths`) needs a bearer key of its own, whatever else is open. All other
+requests need a bearer key or, where no keys are set, may be any but those of foreign web pages. A
 browser lets any page send requests to an address that its user can reach, and a page whose name was
 made to resolve to this machine (DNS rebinding) may even read the answers. So without keys a request
 has to name this server by an address or by a name that no public DNS has, or by one of
@@ -52,6 +53,8 @@ class RequestMiddleware:
         *,
         serving: Serving,
         keys: ApiKeys,
+        admin_keys: ApiKeys | None,
+        admin_paths: Iterable[str],
         is_peer_known: bool,
         routes: Iterable[str],
         sends_id: bool,
@@ -71,6 +74,8 @@ class RequestMiddleware:
             )
         self._needs_key = args.needs_key
         self._keys = keys
+        self._admin_keys = admin_keys
+        self._admin_paths = frozenset(admin_paths)
         self._open_paths = frozenset(texts(args.open_paths))
         self._allowed_hosts = frozenset(host.lower() for host in texts(args.allowed_hosts))
         self._allowed_origins = frozenset(origin.lower() for origin in origins)
@@ -122,21 +127,39 @@ class RequestMiddleware:
         """Return why a request may not ask; None: it may, and who asks is noted."""
         headers = Headers(scope=scope)
         record: RequestRecord = scope["state"]["record"]
+        if self._admin_keys is not None and _path_of(scope) in self._admin_paths:
+            return self._admin_refusal(headers, record, self._admin_keys)
         if not self._needs_key:
             refusal = self._page_refusal(headers)
             if refusal is not None:
                 return refusal
         elif _path_of(scope) not in self._open_paths:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not key.strip():
+            key = _bearer_key(headers)
+            if not key:
                 return _unauthorized("a header «Bearer KEY», found none")
-            if not self._keys.has(key.strip()):
+            if not self._keys.has(key):
                 return _unauthorized("a key that is known, found another one")
-            record.client = clients.of_key(key.strip())
+            record.client = clients.of_key(key)
             return None
         record.client = clients.of_address(
             scope, trusted_proxies=self._trusted_proxies, is_peer_known=self._is_peer_known
         )
+        return None
+
+    def _admin_refusal(
+        self, headers: Headers, record: RequestRecord, admin_keys: ApiKeys
+    ) -> ApiError | None:
+        """Return the same of a request that administers."""
+        key = _bearer_key(headers)
+        if not key:
+            return _unauthorized("a header «Bearer KEY» with one of admin_keys, found none")
+        if not admin_keys.has(key):
+            if self._keys.has(key):
+                return ApiError(
+                    403, "authorization: wanted one of admin_keys, found a client's key"
+                )
+            return _unauthorized("one of admin_keys, found another one")
+        record.client = clients.of_key(key)
         return None
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:
@@ -159,6 +182,12 @@ class RequestMiddleware:
             return path
         found = next((prefix for prefix in self._prefixes if path.startswith(prefix)), None)
         return OTHER if found is None else found + "{}"
+
+
+def _bearer_key(headers: Headers) -> str:
+    """Return the key that a request shows; empty without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _unauthorized(wanted: str) -> ApiError:

@@ -7,7 +7,7 @@ without a type; nothing else is accepted. An answer's schema is its struct's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +30,8 @@ _REQUESTS = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    schema.LoadAdapterRequest,
+    schema.UnloadAdapterRequest,
 )
 _ANSWERS = (
     answers.ChatCompletion,
@@ -37,6 +39,7 @@ _ANSWERS = (
     answers.Completion,
     answers.ModelList,
     answers.ModelCard,
+    answers.ModelDeleted,
     answers.Tokenized,
     answers.Detokenized,
 )
@@ -45,12 +48,13 @@ _GET_ERRORS = (400, 401, 403)
 _POST_ERRORS = tuple(status for status in STATUSES if status not in (405, 501))
 
 
-def document(settings: ApiSettings) -> bytes:
+def document(settings: ApiSettings, model_names: Sequence[str]) -> bytes:
+    """Return the document for a model that requests may call by these names."""
     structs = (*_REQUESTS, *_ANSWERS, ErrorBody)
     _, components = msgspec.json.schema_components(structs, ref_template=_REF)
     for struct in dict.fromkeys(each for request in _REQUESTS for each in _with_parts(request)):
         _describe_fields(components[struct.__name__], struct)
-    _describe_what_is_checked_later(components, settings)
+    _describe_what_is_checked_later(components, settings, model_names)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -83,12 +87,15 @@ def _describe_fields(component: dict[str, Any], struct: type[msgspec.Struct]) ->
     component["additionalProperties"] = False
 
 
-def _describe_what_is_checked_later(components: dict[str, Any], settings: ApiSettings) -> None:
+def _describe_what_is_checked_later(
+    components: dict[str, Any], settings: ApiSettings, model_names: Sequence[str]
+) -> None:
     """Add what depends on the model."""
     length = {"type": "integer", "minimum": 1, "maximum": settings.max_model_len}
     of = {name: found["properties"] for name, found in components.items() if "properties" in found}
-    for request in _REQUESTS:
-        of[request.__name__]["model"] = {"enum": [*settings.model_names, None]}
+    for properties in (of[request.__name__] for request in _REQUESTS):
+        if "model" in properties:
+            properties["model"] = {"enum": [*model_names, None]}
     of["CompletionRequest"]["max_tokens"] = _or_null(dict(length))
     of["ChatRequest"]["max_completion_tokens"] = _or_null(dict(length))
     if settings.vocab_size is not None:
@@ -116,6 +123,8 @@ def _paths(settings: ApiSettings) -> dict[str, Any]:
         "/v1/responses": _post("ResponsesRequest", None, _typed_events()),
         "/tokenize": _post("TokenizeRequest", "Tokenized"),
         "/detokenize": _post("DetokenizeRequest", "Detokenized"),
+        "/v1/load_lora_adapter": _post("LoadAdapterRequest", "ModelCard"),
+        "/v1/unload_lora_adapter": _post("UnloadAdapterRequest", "ModelDeleted"),
         "/v1/models": _get(_json("ModelList")),
         "/v1/models/{name}": _get(_json("ModelCard"), 404, parameters=[model]),
         "/health": _get(_json(), 503),

@@ -38,6 +38,9 @@ _FIELDS_OF_ROLES = {
 
 Inert = dict[str, tuple[Any, ...]]
 """Of fields that are known and not built: the values that change nothing. Null always does not."""
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256), says("1 to 256 characters")]
+MAX_PATH_CHARS = 4096
+"""Of an adapter's directory."""
 LogitBias = Annotated[dict[str, TokenBias], Meta(max_length=MAX_BIASES)]
 
 
@@ -552,3 +555,23 @@ def check_num_chars(
             f"the longest of which stands for {longest})"
         )
         raise FieldError(field, wanted, Words(f"{num_chars} characters"))
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter, with a key of `admin_keys`."""
+
+    INERT: ClassVar[Inert] = {"load_inplace": (False,), "lora_int_id": ()}
+
+    lora_name: AdapterName
+    """What requests will call the model with it: a name that is free, of 1 to 256 characters."""
+    lora_path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARS)]
+    """Its directory, as PEFT saves one: an absolute path, with the same files on all nodes."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter, with a key of `admin_keys`."""
+
+    INERT: ClassVar[Inert] = {"lora_int_id": ()}
+
+    lora_name: AdapterName
+    """The name by which it was loaded."""

@@ -26,6 +26,7 @@ from cluster.actors.reports import LeaderReport
 from cluster.engine.prefix_index import Prefix, PrefixIndex
 from cluster.engine.step_stats import learn_seconds
 from cluster.wire.messages import (
+    FIRST_LOADED_ID,
     MAX_ABORTS,
     Abort,
     EngineOutput,
@@ -223,6 +224,10 @@ class Leader:
     def can_read(self, stage: Stage) -> bool:
         """Return whether it can read the KV of a stage, if that has some."""
         return stage.handoff is None or stage.handoff.kv_hash == self.report.hashes.kv
+
+    def has_adapter(self, adapter_id: int) -> bool:
+        """Return whether requests with an adapter may come: all have those of `lora_modules`."""
+        return adapter_id < FIRST_LOADED_ID or adapter_id in self.report.adapters.ids
 
     @property
     def num_requests(self) -> int:
@@ -486,38 +491,64 @@ class Directory:
 
     async def choose(self, pool: str, stage: Stage) -> Chosen:
         """Return the leader that gets a request next, of a pool, one that can read its KV if there
-        is one, or of the decode pool if that may compute the prompt; NoLeader if none could take it
-        in time. Requests that wait go in the order in which they came."""
-        return await self._wait_for(pool, lambda: self._choice(pool, stage))
+        is one, or of the decode pool if that may compute the prompt. It has the request's adapter.
+        NoLeader if none could take it in time. Requests that wait go in the order in which they
+        came."""
+        adapter_id = stage.request.lora
+        return await self._wait_for(pool, adapter_id, lambda: self._choice(pool, stage))
 
-    async def wait(self) -> None:
-        """Return once every pool has a leader that could take a request; NoLeader if one has none
-        in time."""
+    async def wait(self, adapter_id: int = 0) -> None:
+        """Return once every pool has a leader that could take a request with an adapter; NoLeader
+        if one has none in time."""
         for pool in self._choosers:
-            await self._wait_for(pool, partial(self._able, pool))
+            await self._wait_for(pool, adapter_id, partial(self._able, pool, adapter_id))
 
-    @property
-    def has_leaders(self) -> bool:
-        """Whether every pool has a leader that could take a request now."""
-        return all(map(self._able, self._choosers))
+    def has_leaders(self, adapter_id: int = 0) -> bool:
+        """Return whether every pool has a leader that could take a request with an adapter now."""
+        return all(self._able(pool, adapter_id) for pool in self._choosers)
+
+    def lacking(self, adapter_id: int) -> list[str]:
+        """Return who lacks an adapter: engines that take requests, and pools without any."""
+        found: list[str] = []
+        for pool in self._choosers:
+            ready = self._ready(pool)
+            found += [str(each) for each in ready if not each.has_adapter(adapter_id)]
+            found += [] if ready else [f"{pool} pool"]
+        return found
+
+    def adapter_error(self, adapter_id: int) -> str:
+        """Return why an engine that takes requests cannot load an adapter; empty if all can."""
+        errors = (
+            f"{leader}: {error}"
+            for pool in self._choosers
+            for leader in self._ready(pool)
+            if (error := leader.report.adapters.errors.get(adapter_id))
+        )
+        return next(errors, "")
+
+    async def change(self) -> None:
+        """Wait until something may be known that was not."""
+        await self._changed.wait()
 
     def _choice(self, pool: str, stage: Stage) -> Chosen | None:
-        leaders = self._able(pool)
+        leaders = self._able(pool, stage.request.lora)
         if chosen := self._on_decode(pool, leaders, stage):
             return chosen
         readers = [each for each in leaders if each.can_read(stage)]
         return self._chosen(pool, readers or leaders, stage) if leaders else None
 
-    async def _wait_for(self, pool: str, find: Callable[[], T | None]) -> T:
+    async def _wait_for(self, pool: str, adapter_id: int, find: Callable[[], T | None]) -> T:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
                 while True:
                     if found := find():
                         return found
                     await self._changed.wait()
+        is_loaded = adapter_id >= FIRST_LOADED_ID
+        what = "requests and has the adapter of this one" if is_loaded else "requests"
         raise NoLeader(
-            f"{pool} pool: wanted an engine that takes requests within {self._max_wait_s:g} s, "
-            f"found {self._states(pool)}"
+            f"{pool} pool: wanted an engine that takes {what} within {self._max_wait_s:g} s, "
+            f"found {self._states(pool, adapter_id)}"
         )
 
     def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Chosen:
@@ -532,7 +563,7 @@ class Directory:
         """Return the decode leader that is to compute a prompt, if one is."""
         if pool != "prefill" or not self._max_on_decode:
             return None
-        leaders, num_beside = self._able("decode"), Counter[str]()
+        leaders, num_beside = self._able("decode", stage.request.lora), Counter[str]()
         for leader in leaders:
             num_beside[leader.report.replica_id] += leader.num_requests
         offers = [
@@ -582,12 +613,14 @@ class Directory:
         for leader in self._leaders.values():
             leader.close()
 
-    def _able(self, pool: str) -> list[Leader]:
-        """Return who may take a request: those that drain where no other will be there any more,
-        for what reaches the ingress of a configuration before it is replaced, too."""
-        if (ready := self._ready(pool)) or not self._have_others():
-            return ready
-        return self._in_state(pool, "draining")
+    def _able(self, pool: str, adapter_id: int = 0) -> list[Leader]:
+        """Return who may take a request with an adapter: those that drain where no other will be
+        there any more, for what reaches the ingress of a configuration before it is replaced,
+        too."""
+        found = self._ready(pool)
+        if not found and self._have_others():
+            found = self._in_state(pool, "draining")
+        return [each for each in found if each.has_adapter(adapter_id)]
 
     def _ready(self, pool: str) -> list[Leader]:
         return self._in_state(pool, "ready")
@@ -599,9 +632,13 @@ class Directory:
     def _have_others(self) -> bool:
         return self._others == self._choosers.keys()
 
-    def _states(self, pool: str) -> str:
+    def _states(self, pool: str, adapter_id: int) -> str:
         found = [each for each in self._leaders.values() if each.report.pool == pool]
-        states = (f"{each} {'lost' if each.is_lost else each.report.state}" for each in found)
+        states = (
+            f"{each} {'lost' if each.is_lost else each.report.state}"
+            f"{'' if each.has_adapter(adapter_id) else ' without it'}"
+            for each in found
+        )
         return ", ".join(states) or "none, /ready tells why"
 
     def _wake(self) -> None:

@@ -23,7 +23,7 @@ import ray
 
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import create_group
-from cluster.actors.reports import CachedPrefixes, ReplicaReport, leaders_of
+from cluster.actors.reports import CachedPrefixes, PushAnswer, ReplicaReport, leaders_of
 from cluster.config import PLACEMENT_TIMEOUT_S
 from cluster.wire.credentials import SECRET_BYTES, Credentials, Hashes
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest, Submit
@@ -184,11 +184,11 @@ class JobGroup:
             clients_node=ray.get_runtime_context().get_node_id(),
         )
 
-    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]:
+    async def push(self, report: ReplicaReport, group: RankGroup) -> PushAnswer:
         report, numbers = self._prefixes.take(report)
         known = self._directory.known_prefixes
         self._directory.see(self._prefixes.add_to(each, known) for each in leaders_of(report))
-        return numbers
+        return PushAnswer(numbers)
 
     async def final_failure(self) -> str:
         return ""  # there was no replica before this one

@@ -13,7 +13,7 @@ from cluster.actors.gcs_store import FailedStart, FailedStarts, application_secr
 from cluster.actors.placement import num_nodes
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import RayRank, create_group
-from cluster.actors.reports import ReplicaReport
+from cluster.actors.reports import PushAnswer, ReplicaReport
 from cluster.actors.status_board import ReplicaBoard
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials, Hashes
@@ -68,7 +68,7 @@ class Pool:
             clients_node=here if self._pool.placement.is_single_node else "",
         )
 
-    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]:
+    async def push(self, report: ReplicaReport, group: RankGroup) -> PushAnswer:
         actors = [handle.actor for handle in group.handles if isinstance(handle, RayRank)]
         return await self._board.push(report, actors)
 

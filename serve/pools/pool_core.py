@@ -15,9 +15,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from cluster.actors.rank_group import RankDied, RankGroup, place_in_group
-from cluster.actors.reports import GroupReport, ReplicaReport, ScalingTargets
+from cluster.actors.reports import GroupReport, PushAnswer, ReplicaReport, ScalingTargets
 from cluster.observe.load_progress import LoadProgress
 from cluster.wire.credentials import Hashes
+from cluster.wire.messages import LoraAdapter
 
 log = logging.getLogger("lockstep.pool")
 
@@ -38,13 +39,12 @@ time. Figures of `/ready` are at most three quarters of a second old."""
 
 class PoolShell(Protocol):
     """What a replica needs of its surroundings. `new_group` makes ranks that do not load yet;
-    `push` shows a report on the status board; it returns by data-parallel rank which number the
-    board has of the changes in its leader's prefix cache. A failure that is noted is found by the
-    replica in this one's place, where `final_failure` returns its reason; `note_recovery` forgets
-    one that was not final."""
+    `push` shows a report on the status board, and returns its answer. A failure that is noted is
+    found by the replica in this one's place, where `final_failure` returns its reason;
+    `note_recovery` forgets one that was not final."""
 
     def new_group(self, epoch: int) -> RankGroup: ...
-    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]: ...
+    async def push(self, report: ReplicaReport, group: RankGroup) -> PushAnswer: ...
     async def final_failure(self) -> str: ...
     async def note_failure(self, reason: str, is_final: bool) -> None: ...
     async def note_recovery(self) -> None: ...
@@ -195,18 +195,19 @@ class PoolCore:
         self._enter("loading" if self.state == "loading" else "restarting", reason)
 
     async def report(self) -> None:
-        """Push this replica's figures to the board for as long as it lives."""
+        """Push this replica's figures to the board for as long as it lives, and tell the group what
+        adapters it is to have."""
         reported, found, state = self.group, GroupReport([], []), self.state
         clock = asyncio.get_running_loop().time
         answered_at = entered_at = clock()
-        known_prefixes: dict[int, int] = {}
+        answer, told_adapters = PushAnswer(), tuple[LoraAdapter, ...]()
         while True:
             if self.group is not reported:  # the ranks of the one before are dead
                 reported, found = self.group, GroupReport([], [])
-                known_prefixes = {}
+                answer, told_adapters = PushAnswer(), ()
                 answered_at = clock()
             with suppress(TimeoutError, RankDied):
-                found = await reported.report(known_prefixes)
+                found = await reported.report(answer.known_prefixes)
                 answered_at = clock()
             # Loading imports torch, which keeps a rank from answering for seconds.
             if not found.ranks and self.state in ("loading", "restarting"):
@@ -235,7 +236,13 @@ class PoolCore:
                 is_stuck=self._ended_by_watchdog and state != "ready",
                 in_state_s=clock() - entered_at,
                 targets=self._targets,
+                takes_answer=True,
                 counts={("rank_restarts_total", rank): n for rank, n in self._restarts.items()},
             )
-            known_prefixes = await self._shell.push(report, self.group)
+            answer = await self._shell.push(report, self.group)
+            wanted = told_adapters if answer.adapters is None else answer.adapters
+            if have_told and wanted != told_adapters:
+                with suppress(TimeoutError, RankDied):  # it is told again, or its end is noticed
+                    await reported.set_adapters(wanted)
+                    told_adapters = wanted
             await asyncio.sleep(REPORT_PERIOD_S)

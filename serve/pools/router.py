@@ -1,7 +1,8 @@
 """The router: a request's way through the pools.
 
 1. The request is submitted to the leader of the prefill pool that the directory chooses, or of the
-   decode pool where that may compute prompts. Its tokens come back over the same connection.
+   decode pool where that may compute prompts, among those that have the request's adapter. Its
+   tokens come back over the same connection.
 2. A prefill engine ends with a handoff; the request goes to a leader of the decode pool with the
    handoff and with the tokens so far. An engine that drains does the same: another one of its pool
    goes on, which computes what it cannot read (`Hashes`). What leaves without KV begins again in
@@ -86,7 +87,7 @@ class Router:
                 request_id=f"{request.request_id}.{number}",
                 output_token_ids=list(outputs),
             )
-            async with self._turn(history):
+            async with self._turn(history, request.lora):
                 record.on_attempt()
                 async with aclosing(self._attempt(attempt, prefixes, record)) as attempt_outputs:
                     async for output in attempt_outputs:
@@ -110,14 +111,14 @@ class Router:
             log.warning("%s: %s; it is sent again", attempt.request_id, output.error)
 
     @asynccontextmanager
-    async def _turn(self, history: CrashHistory) -> AsyncIterator[None]:
+    async def _turn(self, history: CrashHistory, adapter_id: int) -> AsyncIterator[None]:
         """Wait until an attempt may begin. A suspect waits for leaders outside of its trial, even
         those that go while it waits for its turn: others would wait as long, one by one."""
         while True:
             if history.is_suspect:
-                await self._directory.wait()
+                await self._directory.wait(adapter_id)
             async with self._quarantine.attempt(history):
-                if not history.is_suspect or self._directory.has_leaders:
+                if not history.is_suspect or self._directory.has_leaders(adapter_id):
                     yield
                     return
 

@@ -489,7 +489,7 @@ MUTATIONS = (
     Mutation(
         "Suspects wait one by one for a leader that went before their turns (P09).",
         "serve/pools/router.py",
-        {"if not history.is_suspect or self._directory.has_leaders:": "if True:"},
+        {"if not history.is_suspect or self._directory.has_leaders(adapter_id):": "if True:"},
         (
             "tests/serve/pools/test_router.py::"
             "test_suspects_whose_leader_goes_before_their_turn_wait_for_another_at_once",

@@ -37,6 +37,7 @@ from serve.arguments import (
     split_dashed,
 )
 from serve.config import check_device, check_num_nodes, deploy_config, offline_pool
+from serve.served_models import ServedModels
 
 MIXED = {"pools": "mixed"}
 SECTIONS = {
@@ -156,10 +157,11 @@ def test_a_model_is_known_by_what_its_checkpoint_holds(
 
 def test_a_model_has_the_names_that_are_given(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "my-model").symlink_to(tiny_checkpoint)
-    assert deploy_config({"model": str(tmp_path / "my-model")}).api.model_names == ("my-model",)
+    config = deploy_config({"model": str(tmp_path / "my-model")})
+    assert ServedModels(config.api).names == ("my-model",)
     for given in (["large", "gpt-4o"], '["large", "gpt-4o"]', "large, gpt-4o"):
         config = deploy_config({"served_model_name": given})
-        assert config.api.model_names == ("large", "gpt-4o")
+        assert ServedModels(config.api).names == ("large", "gpt-4o")
         assert config.api.served_model_name == "large"
 
 
@@ -426,8 +428,11 @@ NEITHER = {
     **{"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "debug": True},
     **{"host": "::1", "port": 1, "single_node": True, "prefill.on_decode": "auto"},
     **{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    **{"max_loras": 2, "max_lora_rank": 8, "admin_keys": "open"},
 }
 """Streams go on at the successor with their KV, if it has a pool of that name."""
+LOADING = {"max_loras": 3, "max_lora_rank": 4, "admin_keys": "key"}
+"""Arguments that need one another, apart from the rank."""
 
 
 @pytest.mark.feature("X08")
@@ -468,6 +473,8 @@ def test_an_argument_changes_what_decides_tokens_or_kv(
         beside = {"prefill.tensor_parallel_size": value, "decode.tensor_parallel_size": value}
     elif setting == "min_replicas":
         beside = {f"{pool}.max_replicas": 3}
+    elif name in LOADING:
+        beside = {each: LOADING[each] for each in LOADING if each != name}
     before, after = hashes_of(shared), hashes_of({**shared, **beside, name: value})
     assert tuple(a != b for a, b in zip(before, after, strict=True)) == changes
 
@@ -569,6 +576,22 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ({"reasoning_parser": "gpt"}, "reasoning_parser: wanted one of "),
         ({"tool_call_parser": "gpt"}, "tool_call_parser: wanted one of "),
         ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),
+        (
+            {"max_loras": 1, "admin_keys": "sesame,a b"},
+            "admin_keys: wanted keys of printable ASCII characters without spaces, found 'another "
+            "one, number 2'",
+        ),
+        ({"max_loras": 1}, "admin_keys: wanted a key for those who may load adapters (max_loras"),
+        ({"max_loras": 0}, "max_loras: wanted a whole number of at least 1, found 0"),
+        ({"max_loras": 1, "max_lora_rank": 513}, "max_lora_rank: wanted 1 to 512, found 513"),
+        (
+            {"max_lora_rank": 8},
+            "max_lora_rank: wanted nothing without a max_loras of more than 0, found 8",
+        ),
+        (
+            {"admin_keys": "sesame"},
+            "admin_keys: wanted nothing without a max_loras of more than 0, found some",
+        ),
         ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
         ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
         ({"host": "http://me"}, "host: wanted an address or a name of this machine, found"),
@@ -607,6 +630,28 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
 )
 def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
     assert refused(raw).startswith(line)
+
+
+@pytest.mark.feature("S10")
+def test_adapters_that_are_there_from_the_start_count_among_those_at_once(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    raw = {"device": "cpu", "lora_modules": f"a={tmp_path},b={tmp_path}"}
+
+    def places(**more: Any) -> tuple[int, int]:
+        engine = deploy_config({**raw, **more}).pools[1].engine
+        return engine.max_loras, engine.max_lora_rank
+
+    assert places() == (0, 16) == places(max_loras=2)
+    assert places(max_loras=3, admin_keys="k") == (3, 16)
+    assert places(max_loras=3, admin_keys="k", max_lora_rank=64) == (3, 64)
+    line = refused({**raw, "max_loras": 1})
+    assert line == "max_loras: wanted at least 2, as many as lora_modules has, found 1"
+    line = refused({**raw, "max_loras": 2, "admin_keys": "sesame"})
+    assert line == "admin_keys: wanted nothing without a max_loras of more than 2, found some"
+    # Nobody can load any without a server.
+    offline = offline_pool({**raw, "max_loras": 3, "admin_keys": "k"})
+    assert offline.engine.max_loras == 0
 
 
 def test_ranks_that_share_experts_cannot_step_apart(tmp_path: Path) -> None:
@@ -656,6 +701,11 @@ def test_a_file_means_what_its_arguments_mean(tmp_path: Path) -> None:
         ("decode: {replicas: 2}", {"decode.replicas": "2"}, "decode.replicas: wanted one value"),
         ("compilation_config: {level: 1}", {"O": "1"}, "compilation.level: wanted one value"),
         ("api_keys: [sesame, 7]", {}, "api_keys[1]: wanted str, found 'what is not repeated here'"),
+        (
+            "admin_keys: [sesame, 7]",
+            {},
+            "admin_keys[1]: wanted str, found 'what is not repeated here'",
+        ),
         ("api_keys: [sesame", {}, "config: wanted a YAML file, found "),
         ("config: other.yaml", {}, "config: wanted a file that names no other"),
         ("- sesame", {}, "config: wanted a YAML file of keys and values, found "),

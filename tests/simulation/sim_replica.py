@@ -15,7 +15,7 @@ from sim_loop import Violation
 from sim_schedule import Fault, Shape
 
 from cluster.actors.rank_group import RankGroup
-from cluster.actors.reports import ReplicaReport, ScalingTargets
+from cluster.actors.reports import PushAnswer, ReplicaReport, ScalingTargets
 from serve.pools.pool_core import PoolCore
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class SimReplica:
         group: RankGroup = self._world.plants.group(self._world, self, epoch)
         return group
 
-    async def push(self, report: ReplicaReport, group: RankGroup) -> dict[int, int]:
-        return await self._world.board.push(report)
+    async def push(self, report: ReplicaReport, group: RankGroup) -> PushAnswer:
+        return PushAnswer(await self._world.board.push(report))
 
     async def final_failure(self) -> str:
         return ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.rank_group import RankDied
-from cluster.actors.reports import GroupReport, LeaderReport, ReplicaReport, leaders_of
+from cluster.actors.reports import GroupReport, LeaderReport, PushAnswer, ReplicaReport, leaders_of
 from cluster.group.context import RankPlace, RankStats
 from cluster.observe.metrics import SchedulerStats
 from cluster.wire.credentials import Hashes
@@ -75,6 +75,8 @@ class Shell:
         self.noted: list[tuple[str, str, str]] = []
         """The state in which something was noted, what, and of what."""
         self.reports: list[ReplicaReport] = []
+        self.answer = PushAnswer()
+        """Of the board."""
         self.is_next_ready = asyncio.Event()
         self.is_next_ready.set()
         self.core = PoolCore("mixed", "r", OURS, self)  # type: ignore[arg-type]
@@ -92,9 +94,9 @@ class Shell:
         self.groups[-1].ended.set()
         return self.is_next_ready
 
-    async def push(self, report: ReplicaReport, group: Any) -> dict[int, int]:
+    async def push(self, report: ReplicaReport, group: Any) -> PushAnswer:
         self.reports.append(report)
-        return {}
+        return self.answer
 
     async def final_failure(self) -> str:
         return ""
