@@ -6,13 +6,22 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import pytest
 from scripted import OURS, THEIRS, Connections, output_of, report_of, request_of, stage_of
 
 from cluster.actors.reports import LeaderReport
+from cluster.group.context import LoadedAdapters
 from cluster.observe.metrics import SchedulerStats
 from cluster.wire.credentials import Hashes
-from cluster.wire.messages import MAX_ABORTS, PROTOCOL_VERSION, Hello, KVHandoff, Leave
+from cluster.wire.messages import (
+    FIRST_LOADED_ID,
+    MAX_ABORTS,
+    PROTOCOL_VERSION,
+    Hello,
+    KVHandoff,
+    Leave,
+)
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
 from serve.pools.directory import IDLE_REPORTS, NoLeader, Stage
@@ -98,6 +107,51 @@ async def test_a_leader_that_drains_takes_what_nobody_else_will() -> None:
     connections.see(report_of(state="draining"), others())
     assert await chosen(connections, 2) == ["mixed/r/0"] * 2
     assert not [each for each in connections["mixed/r/0"].sent if isinstance(each, Leave)]
+
+
+@pytest.mark.feature("S10")
+async def test_a_request_goes_to_leaders_that_have_its_adapter() -> None:
+    """It waits while none has; those of `lora_modules` are everywhere."""
+    connections = Connections(max_wait_s=0.01)
+    adapter_id = FIRST_LOADED_ID + 3
+    bare, loaded = report_of(replica="bare"), report_of(replica="loaded", load=(5, 0))
+    for _ in range(2):
+        connections.see(bare, loaded)
+    directory = connections.directory
+
+    def stage(lora: int) -> Stage:
+        request = msgspec.structs.replace(request_of(), lora=lora)
+        return Stage(request, None, 16)
+
+    async def taken(lora: int) -> str:
+        found = await directory.choose("mixed", stage(lora))
+        return found.leader.report.replica_id
+
+    assert await taken(0) == await taken(FIRST_LOADED_ID - 1) == "bare"
+    with pytest.raises(NoLeader) as raised:
+        await directory.choose("mixed", stage(adapter_id))
+    assert str(raised.value) == (
+        "mixed pool: wanted an engine that takes requests and has the adapter of this one within "
+        "0.01 s, found mixed/bare/0 epoch=0 ready without it, mixed/loaded/0 epoch=0 ready without "
+        "it"
+    )
+    with pytest.raises(NoLeader):
+        await directory.wait(adapter_id)
+    assert directory.has_leaders() and not directory.has_leaders(adapter_id)
+    assert len(directory.lacking(adapter_id)) == 2
+    errors = {adapter_id: "no file"}
+    connections.see(replace(bare, adapters=LoadedAdapters(frozenset(), errors)), loaded)
+    assert directory.adapter_error(adapter_id) == "mixed/bare/0 epoch=0: no file"
+    has_it = LoadedAdapters(frozenset({adapter_id}))
+    connections.see(bare, replace(loaded, adapters=has_it))
+    assert await taken(adapter_id) == "loaded" and directory.has_leaders(adapter_id)
+    await directory.wait(adapter_id)
+    assert directory.lacking(adapter_id) == ["mixed/bare/0 epoch=0"]
+    assert not directory.adapter_error(adapter_id)
+    connections.see(replace(bare, state="draining"), replace(loaded, adapters=has_it))
+    assert directory.lacking(adapter_id) == []
+    connections.see(*(replace(each, state="draining") for each in (bare, loaded)))
+    assert directory.lacking(adapter_id) == ["mixed pool"]
 
 
 @pytest.mark.feature("P08")

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from scripted import Connections, ScriptedConnection, output_of, report_of, request_of
 
-from cluster.wire.messages import KVHandoff, Submit
+from cluster.group.context import LoadedAdapters
+from cluster.wire.messages import FIRST_LOADED_ID, KVHandoff, Submit
 from serve.event_loop import StreamBatcher
 from serve.observe.request_log import line_of
 from serve.pools.chooser import Routing
@@ -118,3 +119,41 @@ async def test_a_log_line_and_a_metric_tell_why_engines_were_chosen() -> None:
     ]
     found = {key[1:]: n for key, n in counts.counts().items() if key[0] == "choices_total"}
     assert found == {("prefill", "only"): 1, ("decode", "only"): 1, ("decode", "on_decode"): 1}
+
+
+@pytest.mark.feature("S10")
+async def test_every_stage_of_a_request_is_where_its_adapter_is() -> None:
+    """Also a prompt that a decode leader would compute in less time."""
+    application = Application(1000, token_s=TOKEN_S)
+    adapter_id = FIRST_LOADED_ID
+    reports = [
+        replace(
+            report_of(pool, replica),
+            token_s=TOKEN_S,
+            adapters=LoadedAdapters(frozenset({adapter_id}) if replica == has_it else frozenset()),
+        )
+        for pool, has_it in (("prefill", "a"), ("decode", "b"))
+        for replica in "ab"
+    ]
+    application.connections.see(*reports)
+
+    async def engines(lora: int) -> list[str]:
+        record = SequenceRecord()
+        request = msgspec.structs.replace(request_of("r", [1] * SHORT), lora=lora)
+        async with aclosing(application.router.generate(request, record)) as outputs:
+            async for _ in outputs:
+                pass
+        return [choice.engine for choice in record.choices]
+
+    assert await engines(adapter_id) == ["prefill/a/0", "decode/b/0"]  # which measures a transfer
+    for _ in range(4):
+        assert await engines(adapter_id) == ["decode/b/0"]
+    bare = [replace(each, adapters=LoadedAdapters()) for each in reports[2:]]
+    application.connections.see(*reports[:2], *bare)
+    with pytest.raises(NoLeader, match=r"^decode pool: .* has the adapter of this one"):
+        await engines(adapter_id)
+    application.connections.see(*reports)
+    application = Application(0, token_s=TOKEN_S)
+    application.connections.see(*reports)
+    for _ in range(4):
+        assert await engines(adapter_id) == ["prefill/a/0", "decode/b/0"]

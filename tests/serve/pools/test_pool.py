@@ -14,6 +14,7 @@ from cluster.actors.reports import GroupReport, LeaderReport, PushAnswer, Replic
 from cluster.group.context import RankPlace, RankStats
 from cluster.observe.metrics import SchedulerStats
 from cluster.wire.credentials import Hashes
+from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
 from serve.config import deploy_config
 from serve.pools import pool_core
 from serve.pools.chooser import Routing
@@ -37,6 +38,10 @@ class Group:
         self.may_end.set()
         self._start = start
         self.loads = [SchedulerStats()] * (1 - epoch)
+        self.told: list[tuple[LoraAdapter, ...]] = []
+        """The sets of adapters that it was told."""
+        self.failures: list[Exception] = []
+        """What comes of telling it next."""
 
     async def report(self, prefixes_since: Mapping[int, int] | None = None) -> GroupReport:
         if not self.loads:
@@ -45,6 +50,11 @@ class Group:
             RankPlace(epoch=self.epoch), 1, "", "ready", 1, scheduler=self.loads.pop(0)
         )
         return GroupReport([rank], [])
+
+    async def set_adapters(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        self.told.append(adapters)
+        if self.failures:
+            raise self.failures.pop()
 
     async def start(self) -> None:
         self._start()
@@ -197,6 +207,44 @@ async def test_a_replica_says_where_its_leaders_are_while_they_serve_or_stop(
     assert [each.state for each in leaders_of(shell.reports[-1])] == ["stopping"]
     shell.groups[-1].may_end.set()
     await stopping
+
+
+@pytest.mark.feature("S10")
+async def test_each_group_is_told_once_of_the_adapters_that_it_is_to_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Again if that failed, and a group that takes the place of another anew."""
+    monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.01)
+    one, two = (LoraAdapter(FIRST_LOADED_ID + i, str(i), "/path", b"") for i in range(2))
+    shell = await started()
+
+    async def reported(times: int = 3) -> None:
+        wanted = len(shell.reports) + times
+        await shell.until(lambda: len(shell.reports) >= wanted)
+
+    shell.core.spawn(shell.core.report())
+    await reported()
+    assert shell.reports[-1].takes_answer and shell.groups[0].told == []
+    shell.answer = PushAnswer(adapters=(one,))
+    await reported()
+    shell.answer = PushAnswer()  # nobody answers
+    await reported()
+    assert shell.groups[0].told == [(one,)]
+    shell.groups[0].failures = [TimeoutError(), RankDied("rank dp=0 tp=0 epoch=0 died")]
+    shell.answer = PushAnswer(adapters=(one, two))
+    await reported()
+    assert shell.groups[0].told == [(one,), *[(one, two)] * 3]
+    ready = shell.end_group()
+    await shell.until(lambda: len(shell.groups) == 2)
+    await reported()
+    assert shell.groups[1].told == [], "its ranks do not serve yet"
+    shell.groups[1].loads = [SchedulerStats()]
+    ready.set()
+    await shell.until(lambda: shell.groups[1].told)
+    shell.answer = PushAnswer(adapters=())
+    await shell.until(lambda: len(shell.groups[1].told) > 1)
+    assert shell.groups[1].told == [(one, two), ()]
+    await shell.core.stop()
 
 
 IDLE = SchedulerStats()

@@ -1,0 +1,246 @@
+"""The adapters that an application has loaded: ids, names, and when one that leaves is gone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.actors import status_board as board_module
+from cluster.actors.adapter_set import AdapterSet, AdapterSets, StoredAdapters
+from cluster.actors.reports import (
+    GroupReport,
+    IngressReport,
+    PushAnswer,
+    ReplicaReport,
+    leaders_of,
+)
+from cluster.actors.status_board import LOST_AFTER_S, StatusBoard
+from cluster.group.context import LoadedAdapters, RankPlace, RankStats
+from cluster.wire.credentials import Hashes
+from cluster.wire.messages import FIRST_LOADED_ID
+from compile.errors import FieldError
+
+PRINT = b"p" * 32
+
+
+class Kept:
+    """What the control service keeps."""
+
+    def __init__(self) -> None:
+        self.data = msgspec.msgpack.encode(StoredAdapters())
+
+    def load(self) -> StoredAdapters:
+        return msgspec.msgpack.decode(self.data, type=StoredAdapters)
+
+    def save(self, stored: StoredAdapters) -> None:
+        self.data = msgspec.msgpack.encode(stored)
+
+
+def report(
+    ingress_id: str = "i",
+    numerics_hash: str = "ours",
+    revision: int | None = 0,
+    used: frozenset[int] = frozenset(),
+) -> IngressReport:
+    return IngressReport(
+        *(ingress_id, 7, "node", numerics_hash, (), 0, False, None),
+        adapters_revision=revision,
+        used_adapters=used,
+    )
+
+
+@dataclass
+class Ingress:
+    """One that asks the board, and gets its answers late, and in any order."""
+
+    name: str
+    seen: AdapterSet = field(default_factory=AdapterSet)
+    answers: list[AdapterSet] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    reported: IngressReport | None = None
+    """The last that the board got."""
+
+    def ask(self, sets: AdapterSets) -> None:
+        self.reported = report(self.name, "ours", self.seen.revision, frozenset(self.live))
+        self.answers.append(sets.of("ours"))
+
+    def hear(self, place: int) -> None:
+        if self.answers:
+            found = self.answers.pop(place % len(self.answers))
+            self.seen = found if found.revision >= self.seen.revision else self.seen
+
+    def begin(self, place: int) -> None:
+        if self.seen.offered:
+            self.live.append(self.seen.offered[place % len(self.seen.offered)].id)
+
+    def end(self, place: int) -> None:
+        if self.live:
+            self.live.pop(place % len(self.live))
+
+
+STEPS = st.tuples(
+    st.sampled_from(["add", "mark", "ask", "hear", "begin", "end", "sweep", "die", "anew"]),
+    st.integers(0, 2),
+    st.integers(0, 3),
+)
+
+
+@pytest.mark.feature("S10")
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEPS, max_size=60))
+def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    """Whatever comes in between, no id comes twice and no name is offered twice."""
+    kept = Kept()
+    sets = AdapterSets(kept.load(), kept.save)
+    ingresses = [Ingress(str(i)) for i in range(3)]
+    ids: list[int] = []
+
+    def sweep() -> None:
+        sets.sweep(each.reported for each in ingresses if each.reported is not None)
+
+    for what, which, place in steps:
+        at = ingresses[which]
+        match what:
+            case "add":
+                before = sets.of("ours")
+                try:
+                    found = sets.add("ours", f"name{place}", "/path", PRINT, 3).named(
+                        f"name{place}"
+                    )
+                    assert found is not None and len(before.of_engines) < 3
+                    ids.append(found.id)
+                except FieldError:
+                    assert before.named(f"name{place}") or len(before.of_engines) >= 3
+            case "mark":
+                is_known = sets.of("ours").named(f"name{place}") is not None
+                assert (sets.mark("ours", f"name{place}") is not None) == is_known
+            case "ask":
+                at.ask(sets)
+            case "hear":
+                at.hear(place)
+            case "begin":
+                at.begin(place)
+            case "end":
+                at.end(place)
+            case "sweep" if all(each.reported for each in ingresses):
+                sweep()
+            case "die":
+                ingresses[which] = Ingress(f"{at.name}'")
+            case "anew":
+                sets = AdapterSets(kept.load(), kept.save)
+        assert ids == sorted(set(ids)) and all(each >= FIRST_LOADED_ID for each in ids)
+        held = {adapter_id for each in ingresses for adapter_id in each.live}
+        now = sets.of("ours")
+        assert held <= {each.id for each in now.of_engines}
+        names = [each.name for each in now.offered]
+        assert len({*names}) == len(names)
+    for each in ingresses:  # once all have heard and nothing runs, what leaves is gone
+        each.live.clear()
+        each.answers.clear()
+        each.ask(sets)
+        each.hear(0)
+        each.ask(sets)
+    sweep()
+    assert not sets.of("ours").leaving
+
+
+@pytest.mark.feature("S10")
+def test_what_was_refused_changes_nothing() -> None:
+    kept = Kept()
+    sets = AdapterSets(kept.load(), kept.save)
+    sets.add("ours", "a", "/a", PRINT, 2)
+    sets.add("ours", "b", "/b", PRINT, 2)
+    before = kept.data
+    with pytest.raises(FieldError, match=r"^lora_name: wanted a name that is free, found 'a'"):
+        sets.add("ours", "a", "/c", PRINT, 3)
+    with pytest.raises(FieldError, match=r"^lora_name: wanted fewer than 2 .*max_loras.* found 2$"):
+        sets.add("ours", "c", "/c", PRINT, 2)
+    assert sets.mark("ours", "none") is None and kept.data == before
+    sets.mark("ours", "a")
+    with pytest.raises(FieldError, match=r"found 2 \(1 of them until its last request ends\)"):
+        sets.add("ours", "a", "/a", PRINT, 2)
+    replaced = sets.add("ours", "a", "/a2", PRINT, 3)  # while requests of the first one run
+    assert [each.path for each in replaced.of_engines] == ["/b", "/a2", "/a"]
+    assert sets.add("theirs", "a", "/a", PRINT, 1).of_engines[0].id == FIRST_LOADED_ID + 3
+
+
+def push(board: StatusBoard, numerics: str = "ours", *, is_old: bool = False) -> Any:
+    group = GroupReport([], [])
+    pushed = ReplicaReport("mixed", "r", "ready", group, hashes=Hashes(numerics))
+    return board.push(replace(pushed, takes_answer=not is_old))
+
+
+def names(found: AdapterSet | PushAnswer) -> list[str]:
+    adapters = found.adapters if isinstance(found, PushAnswer) else found.offered
+    assert adapters is not None
+    return [each.name for each in adapters]
+
+
+@pytest.mark.feature("S10")
+def test_replicas_and_ingresses_of_the_same_numerics_hear_of_an_adapter() -> None:
+    board = StatusBoard(["mixed"])
+    assert push(board) == PushAnswer({}, ())
+    found = board.load_adapter("ours", "a", "/a", PRINT, 1)
+    assert isinstance(found, AdapterSet)
+    for numerics, wanted in (("ours", ["a"]), ("theirs", [])):
+        assert names(push(board, numerics)) == wanted
+        assert names(board.poll(report("i", numerics))["adapters"]) == wanted
+    assert isinstance(board.load_adapter("ours", "a", "/a", PRINT, 2), FieldError)
+    assert board.unload_adapter("theirs", "a") is None
+    # Those of the release before know nothing of it.
+    assert push(board, is_old=True) == {}
+    assert "adapters" not in board.poll(report(revision=None))
+
+
+@pytest.mark.feature("S10")
+def test_one_that_leaves_is_kept_until_its_last_request_ends_or_its_ingress_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(board_module.time, "monotonic", lambda: now)
+    kept: Any = Kept()
+    board = StatusBoard(["mixed"], kept_adapters=kept)
+    now += LOST_AFTER_S + 1
+    found = board.load_adapter("ours", "a", "/a", PRINT, 1)
+    assert isinstance(found, AdapterSet)
+    used, seen = frozenset({found.offered[0].id}), found.revision
+    board.poll(report("one", revision=seen, used=used))
+    board.poll(report("two", revision=seen))
+    left = board.unload_adapter("ours", "a")
+    assert left is not None and not left.offered
+    assert names(push(board)) == ["a"], "two may have taken one since it reported"
+    board.poll(report("two", revision=left.revision))
+    board.poll(report("one", revision=left.revision, used=used))
+    board.poll(report("old", revision=None))
+    assert names(push(board)) == ["a"], "one has a request"
+    # A board made anew keeps it until it may have heard of all.
+    board = StatusBoard(["mixed"], kept_adapters=kept)
+    assert names(push(board)) == ["a"] and not names(board.poll(report())["adapters"])
+    now += LOST_AFTER_S - 1
+    for name, revision in (("one", left.revision), ("two", left.revision)):
+        board.poll(report(name, revision=revision, used=used if name == "one" else frozenset()))
+    now += 2
+    board.poll(report("two", revision=left.revision))
+    assert names(push(board)) == ["a"]
+    now += LOST_AFTER_S - 1  # one is silent since
+    board.poll(report("two", revision=left.revision))
+    assert names(push(board)) == []
+    again = board.load_adapter("ours", "a", "/a", PRINT, 1)
+    assert isinstance(again, AdapterSet) and not used & {each.id for each in again.offered}
+
+
+def test_what_a_leader_has_loaded_is_told_with_it() -> None:
+    loaded = LoadedAdapters(frozenset({FIRST_LOADED_ID}), {FIRST_LOADED_ID + 1: "no file"})
+    rank = RankStats(RankPlace(0, 0, 1), 7, "node", "ready", adapters=loaded)
+    told = ReplicaReport("mixed", "r", "ready", GroupReport([rank], []), 1, ("tcp://1", "tcp://2"))
+    assert [each.adapters for each in leaders_of(told)] == [loaded, LoadedAdapters()]
+    older = replace(told, epoch=2)  # ranks of the group before this one
+    assert all(each.adapters == LoadedAdapters() for each in leaders_of(older))
