@@ -64,7 +64,8 @@ ANSWERS = (
     (answers.ChatLogprobs, answers.ChatTokenLogprob, answers.TopLogprob),
     (answers.Completion, answers.CompletionChoice, answers.CompletionLogprobs),
     (answers.Usage, answers.PromptTokensDetails, answers.PromptLogprob),
-    (answers.ModelList, answers.ModelCard, answers.Tokenized, answers.Detokenized),
+    (answers.ModelList, answers.ModelCard, answers.ModelDeleted),
+    (answers.Tokenized, answers.Detokenized),
 )
 VARIABLES = {
     environment.CACHE_ROOT: "The directory below which compiled code and C++ kernels are kept; "
@@ -178,6 +179,10 @@ Both `POST /v1/chat/completions` and `POST /v1/completions` take these:"""
     yield _fields(tokenizing.TokenizeRequest)
     yield "## `POST /detokenize`"
     yield _fields(tokenizing.DetokenizeRequest)
+    yield "## `POST /v1/load_lora_adapter`"
+    yield _fields(schema.LoadAdapterRequest)
+    yield "## `POST /v1/unload_lora_adapter`"
+    yield _fields(schema.UnloadAdapterRequest)
     yield """\
 ## Fields without effect
 
