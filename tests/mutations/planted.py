@@ -34,6 +34,8 @@ WIRED = "tests/serve/test_wired.py"
 SIMULATED = "tests/simulation/test_simulation.py::test_no_schedule_hangs_or_loses_a_token"
 PREFIXES = "tests/serve/pools/test_prefix_routing.py"
 SCALING = "tests/serve/pools/test_scaling.py"
+ADAPTERS = "tests/cluster/actors/test_adapter_set.py"
+LOADING = "tests/serve/test_adapter_loading.py"
 REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
 
@@ -893,5 +895,45 @@ MUTATIONS = (
         "serve/config.py",
         {"KV_AXES, dtypes, engine": "KV_AXES, engine.dtype, engine"},
         ("tests/serve/test_config.py",),
+    ),
+    Mutation(
+        "An adapter goes that an ingress offers which has not heard that it leaves (S10).",
+        "cluster/actors/adapter_set.py",
+        {"each.adapters_revision < left_at)": "False)"},
+        (ADAPTERS,),
+    ),
+    Mutation(
+        "An adapter goes that requests have which run (S10).",
+        "cluster/actors/adapter_set.py",
+        {"or entry.adapter.id in each.used_adapters": "or False"},
+        (ADAPTERS,),
+    ),
+    Mutation(
+        "A late answer of the board brings an adapter back (S10).",
+        "serve/served_models.py",
+        {"if adapters.revision < self.revision:": "if False:"},
+        ("tests/serve/test_served_models.py",),
+    ),
+    Mutation(
+        "A request goes to an engine that has not loaded its adapter (S10).",
+        "serve/pools/directory.py",
+        {"adapter_id < FIRST_LOADED_ID or ": "True or "},
+        ("tests/serve/pools/test_directory.py", LOADING),
+    ),
+    Mutation(
+        "A group is not told again of adapters where telling it failed (S10).",
+        "serve/pools/pool_core.py",
+        {
+            "await reported.set_adapters(wanted)\n                    told_adapters = wanted": (
+                "told_adapters = wanted\n                    await reported.set_adapters(wanted)"
+            )
+        },
+        ("tests/serve/pools/test_pool.py",),
+    ),
+    Mutation(
+        "A client's key loads adapters (S10).",
+        "serve/openai/middleware.py",
+        {"if not admin_keys.has(key):": "if not (admin_keys.has(key) or self._keys.has(key)):"},
+        (LOADING,),
     ),
 )

@@ -35,7 +35,7 @@ from serve.observe.page import FILES
 
 pytestmark = pytest.mark.ray
 
-KEY, OTHER_KEY = "sesame", "cinnamon"
+KEY, OTHER_KEY, ADMIN_KEY = "sesame", "cinnamon", "cardamom"
 MAX_LIVE = 2 * 2 + 2
 """Two replicas of two sequences each, and two sequences that wait."""
 MAX_BODY_BYTES = 30_000
@@ -49,7 +49,7 @@ OPTIONS = [
     *("prefill.data_parallel_size=2", "decode.replicas=2", f"api_keys={KEY},{OTHER_KEY}"),
     *(f"max_body_bytes={MAX_BODY_BYTES}", f"max_answer_bytes={MAX_ANSWER_BYTES}"),
     *(f"request_timeout_s={REQUEST_TIMEOUT_S}", f"watchdog_s={WATCHDOG_S}"),
-    *(f"kv.lease_s={LEASE_S}", "log_format=json"),
+    *(f"kv.lease_s={LEASE_S}", "log_format=json", "max_loras=3", f"admin_keys={ADMIN_KEY}"),
     *("speculative_config.method=ngram", "speculative_config.num_speculative_tokens=3"),
 ]
 PROMPT = "Count from 3 to 19."
@@ -293,29 +293,78 @@ def test_prompts_go_to_the_prefill_engine_that_has_their_beginning_cached(
     assert min(map(num_cached, starts)) > 300
 
 
+def check_greedy_tokens(client: openai.OpenAI, name: str, model: Any) -> None:
+    """Assert that requests for `name` get the tokens of transformers' model."""
+    prompt = [70 + i % 9 for i in range(40)]
+    answer = client.completions.create(
+        model=name,
+        prompt=prompt,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    [choice] = answer.model_dump()["choices"]
+    assert choice["token_ids"] == ids[len(prompt) :]
+    assert answer.model == name
+
+
 @pytest.mark.feature("S10")
 def test_a_request_names_an_adapter_as_its_model(
     client: openai.OpenAI, adapters: dict[Path, Any]
 ) -> None:
     """Its prompt is computed in one pool and its tokens in another, both with the adapter."""
-    prompt = [70 + i % 9 for i in range(40)]
     for path, model in adapters.items():
-        answer = client.completions.create(
-            model=path.name,
-            prompt=prompt,
-            max_tokens=8,
-            temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
-        ids = list(prompt)
-        with torch.inference_mode():
-            for _ in range(8):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        [choice] = answer.model_dump()["choices"]
-        assert choice["token_ids"] == ids[len(prompt) :]
-        assert answer.model == path.name
+        check_greedy_tokens(client, path.name, model)
     parents = {card.id: card.model_dump()["parent"] for card in client.models.list().data}
     assert parents == {"lockstep-tiny": None, "plain": "lockstep-tiny", "stable": "lockstep-tiny"}
+
+
+@pytest.mark.feature("S10")
+def test_adapters_come_and_go_while_an_application_serves(
+    app: Any, client: openai.OpenAI, adapters: dict[Path, Any]
+) -> None:
+    """In one place after another, and under a name that another one had."""
+
+    def post(what: str, key: str = ADMIN_KEY, **body: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        url = f"{app.url}/v1/{what}_lora_adapter"
+        return httpx.post(url, json=body, headers=headers, timeout=300)
+
+    def load(**body: str) -> httpx.Response:
+        answer = post("load", **body)
+        assert answer.status_code == 200 or "fewer than 1" in answer.text, answer.text
+        return answer
+
+    for path, model in [*adapters.items(), *adapters.items()]:
+        asked = {"lora_name": "loaded", "lora_path": str(path)}
+        assert post("load", KEY, **asked).status_code == 403
+        # The place of the one before is free once all ingresses have heard of it.
+        app.wait_until(lambda asked=asked: "fewer than 1" not in load(**asked).text)
+        card = client.models.retrieve("loaded").model_dump()
+        assert card["parent"] == "lockstep-tiny"
+        assert "loaded" in [card.id for card in client.models.list().data]
+        check_greedy_tokens(client, "loaded", model)
+        assert post("unload", lora_name="loaded").json()["deleted"]
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="loaded", prompt="1")
+    handle: Any = ray_serve.get_app_handle("wired")
+    [path, *_] = adapters
+
+    def loads() -> bool:
+        try:
+            card = handle.load_lora_adapter.remote("by-handle", str(path)).result()
+        except Exception as error:
+            assert "fewer than 1" in str(error)
+            return False
+        return bool(card["id"] == "by-handle")
+
+    app.wait_until(loads)
+    check_greedy_tokens(client, "by-handle", adapters[path])
+    assert handle.unload_lora_adapter.remote("by-handle").result()["deleted"]
 
 
 @pytest.mark.feature("T05")

@@ -1,0 +1,60 @@
+"""What an ingress's requests may call the model, and which adapters are used."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.actors.adapter_set import AdapterSet
+from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
+from serve.config import ApiSettings
+from serve.served_models import ServedModels
+
+SETTINGS = ApiSettings(
+    served_model_name="large",
+    other_model_names=("gpt",),
+    adapter_names=("plain", "stable"),
+    max_model_len=8,
+)
+
+
+def adapter(name: str, place: int = 0) -> LoraAdapter:
+    return LoraAdapter(FIRST_LOADED_ID + place, name, "/path", b"")
+
+
+def meanings(models: ServedModels) -> dict[str | None, tuple[str, int]]:
+    found = {name: models.find(name) for name in (None, *models.names)}
+    return {name: (each.name, each.adapter_id) for name, each in found.items() if each}
+
+
+@pytest.mark.feature("S10")
+def test_names_mean_what_the_newest_answer_of_the_board_says() -> None:
+    models = ServedModels(SETTINGS)
+    fixed: dict[str | None, tuple[str, int]] = {None: ("large", 0), "large": ("large", 0)}
+    fixed |= {"gpt": ("large", 0), "plain": ("plain", 1), "stable": ("stable", 2)}
+    assert meanings(models) == fixed and models.find("sql") is None
+    models.see(AdapterSet(3, (adapter("sql"), adapter("gpt", 1), adapter("plain", 2))))
+    loaded = meanings(models)
+    assert loaded == {**fixed, "sql": ("sql", FIRST_LOADED_ID)}, "a name that was there stays"
+    created = models.find("sql")
+    models.see(AdapterSet(5, (adapter("sql"),)))
+    assert models.find("sql") is created
+    models.see(AdapterSet(6, (adapter("sql", 4),), (adapter("sql"),)))
+    models.see(AdapterSet(5, (adapter("sql"),)))  # an answer that comes late
+    assert models.find("sql") != created and models.revision == 6
+    models.see(AdapterSet(7))
+    assert meanings(models) == fixed
+
+
+@pytest.mark.feature("S10")
+def test_an_adapter_is_used_until_the_last_request_that_has_it_ends() -> None:
+    models = ServedModels(SETTINGS)
+    models.see(AdapterSet(1, (adapter("sql"),)))
+    sql = models.find("sql")
+    assert sql is not None
+    for each in (models.base, sql, sql):
+        models.hold(each)
+    models.see(AdapterSet(2))
+    models.let_go(sql)
+    assert models.used_adapters == {FIRST_LOADED_ID}
+    models.let_go(sql)
+    assert not models.used_adapters
