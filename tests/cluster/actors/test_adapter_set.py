@@ -85,22 +85,22 @@ class Ingress:
 
 
 STEPS = st.tuples(
-    st.sampled_from(["add", "mark", "ask", "hear", "begin", "end", "sweep", "die", "anew"]),
-    st.integers(0, 2),
-    st.integers(0, 3),
+    st.sampled_from(["add", "mark", "ask", "hear", "begin", "end", "die", "anew"]),
+    st.integers(0, 1),
+    st.integers(0, 1),
 )
 
 
 @pytest.mark.feature("S10")
 @settings(max_examples=300, deadline=None)
-@given(st.lists(STEPS, max_size=60))
+@given(st.lists(STEPS, min_size=20, max_size=60))
 def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
     steps: list[tuple[str, int, int]],
 ) -> None:
     """Whatever comes in between, no id comes twice and no name is offered twice."""
     kept = Kept()
     sets = AdapterSets(kept.load(), kept.save)
-    ingresses = [Ingress(str(i)) for i in range(3)]
+    ingresses = [Ingress(str(i)) for i in range(2)]
     ids: list[int] = []
 
     def sweep() -> None:
@@ -112,13 +112,13 @@ def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
             case "add":
                 before = sets.of("ours")
                 try:
-                    found = sets.add("ours", f"name{place}", "/path", PRINT, 3).named(
+                    found = sets.add("ours", f"name{place}", "/path", PRINT, 2).named(
                         f"name{place}"
                     )
-                    assert found is not None and len(before.of_engines) < 3
+                    assert found is not None and len(before.of_engines) < 2
                     ids.append(found.id)
                 except FieldError:
-                    assert before.named(f"name{place}") or len(before.of_engines) >= 3
+                    assert before.named(f"name{place}") or len(before.of_engines) >= 2
             case "mark":
                 is_known = sets.of("ours").named(f"name{place}") is not None
                 assert (sets.mark("ours", f"name{place}") is not None) == is_known
@@ -130,12 +130,12 @@ def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
                 at.begin(place)
             case "end":
                 at.end(place)
-            case "sweep" if all(each.reported for each in ingresses):
-                sweep()
             case "die":
                 ingresses[which] = Ingress(f"{at.name}'")
             case "anew":
                 sets = AdapterSets(kept.load(), kept.save)
+        if all(each.reported for each in ingresses):  # else the board may not have heard of all
+            sweep()
         assert ids == sorted(set(ids)) and all(each >= FIRST_LOADED_ID for each in ids)
         held = {adapter_id for each in ingresses for adapter_id in each.live}
         now = sets.of("ours")
@@ -216,8 +216,9 @@ def test_one_that_leaves_is_kept_until_its_last_request_ends_or_its_ingress_is_l
     board.poll(report("two", revision=seen))
     left = board.unload_adapter("ours", "a")
     assert left is not None and not left.offered
-    assert names(push(board)) == ["a"], "two may have taken one since it reported"
     board.poll(report("two", revision=left.revision))
+    board.poll(report("one", revision=seen))
+    assert names(push(board)) == ["a"], "one may have taken one, and did"
     board.poll(report("one", revision=left.revision, used=used))
     board.poll(report("old", revision=None))
     assert names(push(board)) == ["a"], "one has a request"
