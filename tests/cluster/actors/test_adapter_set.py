@@ -85,7 +85,7 @@ class Ingress:
 
 
 STEPS = st.tuples(
-    st.sampled_from(["add", "mark", "ask", "hear", "begin", "end", "die", "anew"]),
+    st.sampled_from(["add", "mark", "ask", "hear", "poll", "poll", "begin", "end", "die", "anew"]),
     st.integers(0, 1),
     st.integers(0, 1),
 )
@@ -126,6 +126,9 @@ def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
                 at.ask(sets)
             case "hear":
                 at.hear(place)
+            case "poll":
+                at.ask(sets)
+                at.hear(-1)
             case "begin":
                 at.begin(place)
             case "end":
