@@ -310,7 +310,6 @@ def adapters() -> Iterator[Any]:
     yield adapted(Row("six heads", "pools", kv="shm"))
     yield adapted(Row("tied", "few", 2, kv="tcp", loses=1), True)
     yield loaded(Row("six heads", "run down", mode=FULL))
-    yield loaded(Row("six heads", "run down", level=3, mode=BOTH, compiler="eager"))
     yield loaded(Row("six heads", "run down", level=3, mode=BOTH), True)
     yield loaded(Row("biases", "everything", overlap=True), True)
     yield loaded(Row("one kv head", "everything", 2))
