@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from cluster.actors.reports import (
 )
 from cluster.actors.status_board import LOST_AFTER_S, StatusBoard
 from cluster.group.context import LoadedAdapters, RankPlace, RankStats
+from cluster.observe.metrics import Described
 from cluster.wire.credentials import Hashes
 from cluster.wire.messages import FIRST_LOADED_ID
 from compile.errors import FieldError
@@ -248,3 +250,36 @@ def test_what_a_leader_has_loaded_is_told_with_it() -> None:
     assert [each.adapters for each in leaders_of(told)] == [loaded, LoadedAdapters()]
     older = replace(told, epoch=2)  # ranks of the group before this one
     assert all(each.adapters == LoadedAdapters() for each in leaders_of(older))
+
+
+@pytest.mark.ray
+@pytest.mark.feature("S10")
+def test_a_board_that_is_killed_goes_on_with_its_adapters_and_ids(ray_cluster: Any) -> None:
+    import ray
+
+    from cluster.actors.status_board import NAMESPACE, IngressBoard, ReplicaBoard, board_name
+
+    async def scenario() -> None:
+        at, replica = IngressBoard("kept", ["mixed"], Described("m", 8)), ReplicaBoard("kept")
+        hashes = Hashes("ours")
+        pushed = ReplicaReport("mixed", "r", "ready", GroupReport([], []), hashes=hashes)
+        pushed = replace(pushed, takes_answer=True)
+        assert names(await at.load_adapter("ours", "a", "/a", PRINT, 3)) == ["a"]
+        with pytest.raises(FieldError, match=r"^lora_name: wanted a name that is free, found 'a'"):
+            await at.load_adapter("ours", "a", "/a", PRINT, 3)
+        assert names(await replica.push(pushed, [])) == ["a"]
+        assert names((await at.poll(report()))["adapters"]) == ["a"]
+        assert await at.unload_adapter("ours", "a") is not None
+        assert await at.unload_adapter("ours", "a") is None
+        await at.load_adapter("ours", "b", "/b", PRINT, 3)
+        ray.kill(ray.get_actor(board_name("kept"), namespace=NAMESPACE))
+        found = await at.load_adapter("ours", "a", "/a", PRINT, 3)
+        ids = {each.name: each.id - FIRST_LOADED_ID for each in found.offered}
+        assert ids == {"b": 1, "a": 2}
+        async with asyncio.timeout(300):
+            while (answer := await replica.push(pushed, [])).adapters is None:
+                await asyncio.sleep(0.01)  # it has lost its way to the board, and finds another
+        assert names(answer) == ["b", "a", "a"]
+        ray.kill(ray.get_actor(board_name("kept"), namespace=NAMESPACE))
+
+    asyncio.run(scenario())
