@@ -127,10 +127,10 @@ class IngressCore:
         if is_first:
             return
         with suppress(BoardSilent, TimeoutError):
-            await asyncio.wait_for(self._refresh(), REFRESH_TIMEOUT_S)
+            await self._refresh()
             if self._readiness.is_anyone_ready or self._directory.is_replacing:
                 await loading
-                await asyncio.wait_for(self._refresh(), REFRESH_TIMEOUT_S)
+                await self._refresh()
         while self._directory.is_replacing:
             await asyncio.sleep(POLL_PERIOD_S)
 
@@ -236,13 +236,19 @@ class IngressCore:
     async def _poll(self) -> None:
         while True:
             with suppress(BoardSilent, TimeoutError):
-                await asyncio.wait_for(self._refresh(), REFRESH_TIMEOUT_S)
+                await self._refresh()
             self._readiness.see_silence(time.monotonic())
             await asyncio.sleep(POLL_PERIOD_S)
 
     async def _refresh(self) -> None:
-        """Tell the board of this ingress, and see what it knows of all."""
-        body = await self._board.poll(self._report())
+        """Tell the board of this ingress, and see what it knows of all; TimeoutError if that takes
+        too long."""
+        # In Python 3.11 `wait_for` loses a cancellation that comes together with the result.
+        async with asyncio.timeout(REFRESH_TIMEOUT_S):
+            await self._see(await self._board.poll(self._report()))
+
+    async def _see(self, body: dict[str, Any]) -> None:
+        """Take what the board knows of all."""
         figures, leaders = body.pop("figures"), body.pop("leaders")
         self._directory.see(leaders)
         adapters = body.pop("adapters", None)  # a board of a release before has none

@@ -395,11 +395,13 @@ class IngressBoard:
         """Make a call, once more if the board died, or its ingress did."""
         try:
             try:
-                return await asyncio.wait_for(call(), ANSWER_S)
+                async with asyncio.timeout(ANSWER_S):
+                    return await call()
             except ray.exceptions.RayActorError:
                 self._lost_at, self._told = time.monotonic(), {}
                 self._board = self._found()
-                return await asyncio.wait_for(call(), ANSWER_S)
+                async with asyncio.timeout(ANSWER_S):
+                    return await call()
         # A board that dies while another is made raises ValueError, not a RayError.
         except (TimeoutError, ValueError, ray.exceptions.RayError) as error:
             raise BoardSilent(type(error).__name__) from error

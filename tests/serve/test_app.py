@@ -281,6 +281,19 @@ def _gc_and_malloc(_: Any) -> tuple[int, int]:
     return gc.get_freeze_count(), added
 
 
+def _collects_torch(_: Any) -> bool:
+    """Return, in the process of a rank, whether collections look at what loading has imported.
+
+    To count all that they skip would take longer than a rank may be silent where its memory was
+    swapped out.
+    """
+    import gc
+    import sys
+
+    loaded = sys.modules["torch"].nn.Linear
+    return any(each is loaded for each in gc.get_objects())
+
+
 @pytest.mark.feature("R22")
 def test_what_is_loaded_is_no_garbage_and_large_buffers_go_back(server: Any) -> None:
     """A collection of all that stops everybody's tokens; a body's memory must not stay."""
@@ -290,8 +303,7 @@ def test_what_is_loaded_is_no_garbage_and_large_buffers_go_back(server: Any) -> 
     pools = ray.get(board.actors.remote()).values()
     ranks = [rank for pool in pools for actors in pool.values() for rank in actors]
     assert len(ranks) == 2
-    for num_frozen, _ in ray.get([rank.__ray_call__.remote(_gc_and_malloc) for rank in ranks]):
-        assert num_frozen > 100_000
+    assert not any(ray.get([rank.__ray_call__.remote(_collects_torch) for rank in ranks]))
     named = ray.util.list_named_actors(all_namespaces=True)
     [name] = [each for each in named if "default#Ingress#" in each["name"]]
     ingress = ray.get_actor(name["name"], namespace=name["namespace"])

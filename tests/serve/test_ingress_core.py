@@ -159,6 +159,32 @@ async def test_an_ingress_has_its_share_of_the_places_of_all_replicas_that_serve
             assert (await core.status())[0] == 200
 
 
+async def test_an_ingress_whose_end_comes_with_the_board_s_answer_reads_it_no_more() -> None:
+    """A loop that closes waits for what it has cancelled, once."""
+
+    class LastAnswer(Board):
+        ended: asyncio.Task[Any] | None = None
+
+        async def poll(self, report: IngressReport) -> dict[str, Any]:
+            body = await super().poll(report)
+            if len(self.reports) == 3:
+                [self.ended] = (
+                    task
+                    for task in asyncio.all_tasks()
+                    if getattr(task.get_coro(), "__qualname__", "") == "IngressCore._poll"
+                )
+                self.ended.cancel()
+            return body
+
+    board = LastAnswer()
+    async with started(board):
+        async with asyncio.timeout(60):
+            while board.ended is None:
+                await asyncio.sleep(0.01)
+        await asyncio.wait([board.ended], timeout=60)
+        assert board.ended.cancelled()
+
+
 async def test_figures_come_while_somebody_looks_and_count_what_all_have() -> None:
     async with started() as made:
         core = made.core
