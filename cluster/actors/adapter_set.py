@@ -29,6 +29,8 @@ class AdapterEntry(msgspec.Struct, frozen=True):
     adapter: LoraAdapter
     left_at: int | None = None
     """The revision since which it is leaving; None: it is offered."""
+    changed_by: str = ""
+    """The call that added or marked it. One whose answer got lost comes again, and finds this."""
 
 
 class StoredAdapters(msgspec.Struct, frozen=True):
@@ -92,11 +94,20 @@ class AdapterSets:
         )
 
     def add(
-        self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
+        self,
+        numerics_hash: str,
+        name: str,
+        path: str,
+        fingerprint: bytes,
+        max_loaded: int,
+        call_id: str = "",
     ) -> AdapterSet:
         """Add one; a FieldError if its name is taken, or there are `max_loaded` already. One that
-        is leaving has its place until it is gone."""
+        is leaving has its place until it is gone. A call that comes again does nothing more; one of
+        a release before has no id."""
         found = self.of(numerics_hash)
+        if self._has_done(numerics_hash, call_id):
+            return found
         if found.named(name) is not None:
             raise FieldError("lora_name", "a name that is free", name)
         if len(found.of_engines) >= max_loaded:
@@ -105,19 +116,21 @@ class AdapterSets:
             wanted = f"fewer than {max_loaded} that are loaded already (max_loras, those of "
             raise FieldError("lora_name", wanted + "lora_modules taken off)", Words(words))
         adapter = LoraAdapter(self._stored.next_id, name, path, fingerprint)
-        entries = (*self._entries(numerics_hash), AdapterEntry(adapter))
+        entries = (*self._entries(numerics_hash), AdapterEntry(adapter, None, call_id))
         self._change(numerics_hash, entries, next_id=adapter.id + 1)
         return self.of(numerics_hash)
 
-    def mark(self, numerics_hash: str, name: str) -> AdapterSet | None:
+    def mark(self, numerics_hash: str, name: str, call_id: str = "") -> AdapterSet | None:
         """Let the one leave that is offered under a name; None if none is."""
+        if self._has_done(numerics_hash, call_id):
+            return self.of(numerics_hash)
         if (adapter := self.of(numerics_hash).named(name)) is None:
             return None
         left_at = self._stored.revision + 1
         self._change(
             numerics_hash,
             tuple(
-                AdapterEntry(each.adapter, left_at) if each.adapter is adapter else each
+                AdapterEntry(each.adapter, left_at, call_id) if each.adapter is adapter else each
                 for each in self._entries(numerics_hash)
             ),
         )
@@ -136,6 +149,10 @@ class AdapterSets:
 
     def _entries(self, numerics_hash: str) -> tuple[AdapterEntry, ...]:
         return self._stored.sets.get(numerics_hash, ())
+
+    def _has_done(self, numerics_hash: str, call_id: str) -> bool:
+        entries = self._entries(numerics_hash)
+        return bool(call_id) and any(each.changed_by == call_id for each in entries)
 
     def _change(
         self, numerics_hash: str, entries: tuple[AdapterEntry, ...], next_id: int | None = None

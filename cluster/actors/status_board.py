@@ -14,9 +14,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray.util.metrics import Gauge
@@ -58,6 +60,10 @@ LOST_AFTER_S = 5.0
 holds for ingresses."""
 ANSWER_S = 3.0
 """How long the board may take to answer an ingress."""
+CHANGE_S = 30.0
+"""How long if it dies while it changes what all are to have: who asked should not have to guess."""
+AGAIN_S = 0.05
+"""How often one that restarts is asked again."""
 USUAL_STATES = ("loading", "ready", "draining")
 """Of a replica that nothing happens to."""
 DEBUG_S = 3.0
@@ -184,18 +190,24 @@ class StatusBoard:
         return {**body, "leaders": leaders, "figures": self.figures() if is_watched else None}
 
     def load_adapter(
-        self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
+        self,
+        numerics_hash: str,
+        name: str,
+        path: str,
+        fingerprint: bytes,
+        max_loaded: int,
+        call_id: str = "",
     ) -> AdapterSet | FieldError:
         """Have all of these numerics load an adapter; returns the error of what is refused, since
         Ray would wrap it."""
         try:
-            return self._adapters.add(numerics_hash, name, path, fingerprint, max_loaded)
+            return self._adapters.add(numerics_hash, name, path, fingerprint, max_loaded, call_id)
         except FieldError as error:
             return error
 
-    def unload_adapter(self, numerics_hash: str, name: str) -> AdapterSet | None:
+    def unload_adapter(self, numerics_hash: str, name: str, call_id: str = "") -> AdapterSet | None:
         """Have one leave once its last request has ended; None if none is loaded by that name."""
-        return self._adapters.mark(numerics_hash, name)
+        return self._adapters.mark(numerics_hash, name, call_id)
 
     def _sweep_adapters(self, now: float) -> None:
         self._forget_lost(now)
@@ -359,10 +371,9 @@ class IngressBoard:
         self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
     ) -> AdapterSet:
         """Have all load an adapter; FieldError if its name is taken or there is no room for it."""
+        asked = numerics_hash, name, path, fingerprint, max_loaded, uuid4().hex
         found: AdapterSet | FieldError = await self._answer(
-            lambda: self._board.load_adapter.remote(
-                numerics_hash, name, path, fingerprint, max_loaded
-            )
+            lambda: self._board.load_adapter.remote(*asked), CHANGE_S
         )
         if isinstance(found, FieldError):
             raise found
@@ -370,8 +381,9 @@ class IngressBoard:
 
     async def unload_adapter(self, numerics_hash: str, name: str) -> AdapterSet | None:
         """Have one leave; None if none is loaded by that name."""
+        asked = numerics_hash, name, uuid4().hex
         found: AdapterSet | None = await self._answer(
-            lambda: self._board.unload_adapter.remote(numerics_hash, name)
+            lambda: self._board.unload_adapter.remote(*asked), CHANGE_S
         )
         return found
 
@@ -391,17 +403,23 @@ class IngressBoard:
             pools[pool] = {"replicas": [{"id": name, "ranks": ranks} for name, ranks in asked]}
         return {"pools": pools}
 
-    async def _answer(self, call: Callable[[], Any]) -> Any:
-        """Make a call, once more if the board died, or its ingress did."""
+    async def _answer(self, call: Callable[[], Any], again_s: float = ANSWER_S) -> Any:
+        """Make a call, and again if the board died, or its ingress did: what it does, it may have
+        done already."""
         try:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     return await call()
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.RayActorError as error:
                 self._lost_at, self._told = time.monotonic(), {}
-                self._board = self._found()
-                async with asyncio.timeout(ANSWER_S):
-                    return await call()
+                # One that restarts would end with the handle of its owner.
+                if not isinstance(error, ray.exceptions.ActorUnavailableError):
+                    self._board = self._found()
+                async with asyncio.timeout(again_s):
+                    while True:
+                        with suppress(ray.exceptions.ActorUnavailableError):
+                            return await call()
+                        await asyncio.sleep(AGAIN_S)
         # A board that dies while another is made raises ValueError, not a RayError.
         except (TimeoutError, ValueError, ray.exceptions.RayError) as error:
             raise BoardSilent(type(error).__name__) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -114,16 +116,22 @@ def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
             case "add":
                 before = sets.of("ours")
                 try:
-                    found = sets.add("ours", f"name{place}", "/path", PRINT, 2).named(
-                        f"name{place}"
-                    )
+                    asked = "ours", f"name{place}", "/path", PRINT, 2, f"load {len(ids)}"
+                    after = sets.add(*asked)
+                    found = after.named(f"name{place}")
                     assert found is not None and len(before.of_engines) < 2
+                    # Its answer is lost, and it comes again.
+                    sets = AdapterSets(kept.load(), kept.save) if which else sets
+                    assert sets.add(*asked) == after
                     ids.append(found.id)
                 except FieldError:
                     assert before.named(f"name{place}") or len(before.of_engines) >= 2
             case "mark":
                 is_known = sets.of("ours").named(f"name{place}") is not None
-                assert (sets.mark("ours", f"name{place}") is not None) == is_known
+                left = sets.mark("ours", f"name{place}", f"unload {sets.of('ours').revision}")
+                assert (left is not None) == is_known
+                if left is not None:
+                    assert sets.mark("ours", f"name{place}", f"unload {left.revision - 1}") == left
             case "ask":
                 at.ask(sets)
             case "hear":
@@ -254,10 +262,24 @@ def test_what_a_leader_has_loaded_is_told_with_it() -> None:
 
 @pytest.mark.ray
 @pytest.mark.feature("S10")
-def test_a_board_that_is_killed_goes_on_with_its_adapters_and_ids(ray_cluster: Any) -> None:
+def test_a_board_that_is_killed_goes_on_with_its_adapters_and_ids(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
+    from cluster.actors import gcs_store
     from cluster.actors.status_board import NAMESPACE, IngressBoard, ReplicaBoard, board_name
+
+    dies = tmp_path / "dies"
+
+    class DiesOnceItHasSaved(gcs_store.KeptAdapters):
+        def save(self, stored: StoredAdapters) -> None:
+            super().save(stored)
+            if dies.exists():
+                dies.unlink()
+                os._exit(1)
+
+    monkeypatch.setattr(board_module, "KeptAdapters", DiesOnceItHasSaved)
 
     async def scenario() -> None:
         at, replica = IngressBoard("kept", ["mixed"], Described("m", 8)), ReplicaBoard("kept")
@@ -272,14 +294,18 @@ def test_a_board_that_is_killed_goes_on_with_its_adapters_and_ids(ray_cluster: A
         assert await at.unload_adapter("ours", "a") is not None
         assert await at.unload_adapter("ours", "a") is None
         await at.load_adapter("ours", "b", "/b", PRINT, 3)
-        ray.kill(ray.get_actor(board_name("kept"), namespace=NAMESPACE))
+        dies.touch()
         found = await at.load_adapter("ours", "a", "/a", PRINT, 3)
+        assert not dies.exists()
         ids = {each.name: each.id - FIRST_LOADED_ID for each in found.offered}
         assert ids == {"b": 1, "a": 2}
         async with asyncio.timeout(300):
             while (answer := await replica.push(pushed, [])).adapters is None:
                 await asyncio.sleep(0.01)  # it has lost its way to the board, and finds another
         assert names(answer) == ["b", "a", "a"]
+        dies.touch()
+        left = await at.unload_adapter("ours", "b")
+        assert left is not None and names(left) == ["a"] and not dies.exists()
         ray.kill(ray.get_actor(board_name("kept"), namespace=NAMESPACE))
 
     asyncio.run(scenario())
