@@ -161,7 +161,8 @@ class ActorLock:
                 # Ray is asked for the name and answers late while it is busy with dead ranks.
                 self._actor = await asyncio.to_thread(self._found)
             call = self._actor.take.remote(self._ingress_id)
-            return bool(await asyncio.wait_for(call, ASK_TIMEOUT_S))
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return bool(await call)
         except TimeoutError:
             return True
         except (ValueError, ray.exceptions.RayError):

@@ -238,7 +238,8 @@ class RankGroup:
                 for handle, place in zip(self.handles, self.places, strict=True)
             )
         )
-        ends = await asyncio.wait_for(calls, STATS_TIMEOUT_S)
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            ends = await calls
         for place, end in zip(self.places, ends, strict=True):
             if end.cause:
                 raise RankDied(f"{place.name}: {end.cause}")
@@ -258,7 +259,9 @@ class RankGroup:
         calls = asyncio.gather(
             *(self.handles[self.places.index(at)].set_adapters(adapters) for at in leaders)
         )
-        for place, end in zip(leaders, await asyncio.wait_for(calls, STATS_TIMEOUT_S), strict=True):
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            ends = await calls
+        for place, end in zip(leaders, ends, strict=True):
             if end.cause:
                 raise RankDied(f"{place.name}: {end.cause}")
 

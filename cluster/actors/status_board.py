@@ -471,7 +471,8 @@ async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:
     async def ask(actor: Any) -> dict[str, Any]:
         try:
             call = actor.debug.options(concurrency_group="ctl").remote()
-            return dict(await asyncio.wait_for(call, DEBUG_S))
+            async with asyncio.timeout(DEBUG_S):
+                return dict(await call)
         except TimeoutError:
             return {"error": f"wanted an answer in {DEBUG_S:g} s, found none"}
         except ray.exceptions.RayError as error:
