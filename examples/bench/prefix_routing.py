@@ -60,7 +60,7 @@ from cluster.wire.messages import (  # noqa: E402
 )
 from serve.event_loop import StreamBatcher  # noqa: E402
 from serve.pools.chooser import Routing  # noqa: E402
-from serve.pools.directory import Directory, Leader, Stage  # noqa: E402
+from serve.pools.directory import ConnectedLeader, Directory, Stage  # noqa: E402
 from serve.pools.mailbox import Mailbox  # noqa: E402
 
 NUM_REPLICAS = 4
@@ -134,7 +134,7 @@ class Replica:
 
     def __init__(self, world: World, name: str, num_blocks: int, speed: float) -> None:
         self.name = name
-        self.leader: Leader | None = None
+        self.leader: ConnectedLeader | None = None
         self.first_token_at: dict[str, float] = {}
         self.known = 0
         self.num_unfinished = 0
@@ -219,7 +219,7 @@ class Pool:
             assert replica.leader is not None
             replica.leader.on_welcome()
 
-    def _connect(self, inbox: str, leader: Leader) -> Replica:
+    def _connect(self, inbox: str, leader: ConnectedLeader) -> Replica:
         self.replicas[inbox].leader = leader
         return self.replicas[inbox]
 

@@ -56,7 +56,7 @@ class Why(StrEnum):
     """It decodes, and computes the prompt sooner than a prefill engine would hand it over."""
 
 
-class Choice(NamedTuple):
+class ChosenOffer(NamedTuple):
     place: int
     """Among the offers."""
     why: Why
@@ -97,7 +97,7 @@ class Chooser:
 
     def choose(
         self, offers: Sequence[Offer], request_id: str, num_tokens: int, num_outputs: int
-    ) -> Choice:
+    ) -> ChosenOffer:
         """Return which one; there is at least one. The request has so many tokens, and gets at most
         so many there."""
         if self.routing is Routing.COST:
@@ -107,7 +107,7 @@ class Chooser:
         in_turn: list[int] = [*range(start, len(offers)), *range(start)]
         loads = [self._load(offer) for offer in offers]
         chosen = min(in_turn, key=loads.__getitem__)  # the first of equal ones
-        return Choice(chosen, _why(offers, len(set(loads)) == 1))
+        return ChosenOffer(chosen, _why(offers, len(set(loads)) == 1))
 
     def _load(self, offer: Offer) -> int:
         match self.routing:
@@ -121,7 +121,7 @@ class Chooser:
 
 def least_cost(
     offers: Sequence[Offer], request_id: str, num_tokens: int, num_outputs: int
-) -> Choice:
+) -> ChosenOffer:
     """Return the leader where a request of so many tokens costs the fewest seconds: to work off
     what is queued and its own uncached tokens, to wait until sequences that decode have freed its
     blocks, and to decode `num_outputs` tokens, but at most `EXPECTED_OUTPUTS`, in steps of one row
@@ -137,8 +137,8 @@ def least_cost(
     chosen = _drawn(offers, equal, request_id)
     uncached = [offer.uncached_tokens for offer in offers]
     if len(offers) > 1 and min(uncached) == uncached[chosen] < max(uncached):
-        return Choice(chosen, Why.PREFIX)
-    return Choice(chosen, _why(offers, len(equal) == len(offers)))
+        return ChosenOffer(chosen, Why.PREFIX)
+    return ChosenOffer(chosen, _why(offers, len(equal) == len(offers)))
 
 
 def prefilled_on_decode(
@@ -150,7 +150,7 @@ def prefilled_on_decode(
     *,
     transfer_s: float | None,
     max_step_tokens: int,
-) -> Choice | None:
+) -> ChosenOffer | None:
     """Return which of the decode leaders is to compute the request's prompt; None for none. One is
     if that costs fewer seconds than the prefill pool, the transfer and decoding after that. Beside
     the request's own, those count that its prompt takes from the sequences that decode there.
@@ -180,7 +180,7 @@ def prefilled_on_decode(
         elsewhere_s = min(_costs(prefill, num_tokens, 0, prefill_s).values()) + transfer_s
         elsewhere_s += min(_costs(handed_over, num_tokens, num_steps - 1, prompt_s).values())
         there = {i: cost for i, cost in there.items() if cost < elsewhere_s}
-    return Choice(_drawn(decode, _equal(there), request_id), Why.ON_DECODE) if there else None
+    return ChosenOffer(_drawn(decode, _equal(there), request_id), Why.ON_DECODE) if there else None
 
 
 def _costs(

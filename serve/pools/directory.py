@@ -39,8 +39,8 @@ from cluster.wire.messages import (
     encode,
 )
 from serve.pools.chooser import (
-    Choice,
     Chooser,
+    ChosenOffer,
     Offer,
     Routing,
     Why,
@@ -86,7 +86,7 @@ class Stage:
         """What the engine will have cached, as far as that is followed."""
         return self.prefixes[:MAX_EXPECTED]
 
-    def at(self, leader: Leader) -> Stage:
+    def at(self, leader: ConnectedLeader) -> Stage:
         """Return it as a leader can take it: without a handoff whose KV it cannot read."""
         return self if leader.can_read(self) else replace(self, handoff=None)
 
@@ -99,18 +99,18 @@ class Stage:
         return self.request.sampling.max_tokens - len(self.request.output_token_ids)
 
 
-class Chosen(NamedTuple):
-    leader: Leader
+class ChosenLeader(NamedTuple):
+    leader: ConnectedLeader
     why: Why
     num_cached_tokens: int
     """Of the request, as far as is known."""
 
 
 def _chosen_of(
-    leaders: Sequence[Leader], offers: Sequence[Offer], choice: Choice, stage: Stage
-) -> Chosen:
+    leaders: Sequence[ConnectedLeader], offers: Sequence[Offer], choice: ChosenOffer, stage: Stage
+) -> ChosenLeader:
     place, why = choice
-    return Chosen(leaders[place], why, stage.num_tokens - offers[place].uncached_tokens)
+    return ChosenLeader(leaders[place], why, stage.num_tokens - offers[place].uncached_tokens)
 
 
 class TransferTimes:
@@ -160,21 +160,21 @@ def _num_blocks(stage: Stage, uncached_tokens: int) -> int:
 
 
 class Connection(Protocol):
-    """The way to one leader and back. Its `Leader` is told of what comes and of its end: by
-    `on_welcome` once the leader has answered, by `deliver` and by `on_end`."""
+    """The way to one leader and back. Its `ConnectedLeader` is told of what comes and of its end:
+    by `on_welcome` once the leader has answered, by `deliver` and by `on_end`."""
 
     def send(self, body: bytes) -> None: ...
     def close(self) -> None: ...
 
 
-class Leader:
+class ConnectedLeader:
     """A leader and what it runs for this ingress. Invariant: every mailbox here gets an output with
     a finish reason, or is let go."""
 
     def __init__(
         self,
         report: LeaderReport,
-        connect: Callable[[str, Leader], Connection],
+        connect: Callable[[str, ConnectedLeader], Connection],
         on_change: Callable[[], None],
         transfers: TransferTimes,
     ) -> None:
@@ -415,7 +415,7 @@ class Directory:
     def __init__(
         self,
         routings: Mapping[str, Routing],
-        connect: Callable[[str, Leader], Connection],
+        connect: Callable[[str, ConnectedLeader], Connection],
         *,
         numerics_hash: str,
         max_wait_s: float,
@@ -430,7 +430,7 @@ class Directory:
         self._max_on_decode = max_on_decode
         self._transfers = TransferTimes()
         self._choosers = {pool: Chooser(routing) for pool, routing in routings.items()}
-        self._leaders: dict[str, Leader] = {}
+        self._leaders: dict[str, ConnectedLeader] = {}
         """By engine id: the connection of its newest epoch."""
         self._last_ends: dict[str, str] = {}
         """By engine id: how its group ended last."""
@@ -471,7 +471,7 @@ class Directory:
             elif report.state == "ready":
                 if known is not None:
                     known.on_end("it was rebuilt")
-                self._leaders[report.engine_id] = Leader(
+                self._leaders[report.engine_id] = ConnectedLeader(
                     report, self._connect, self._wake, self._transfers
                 )
         self.has_served |= serving >= self._choosers.keys()
@@ -489,7 +489,7 @@ class Directory:
                 leader.leave(with_kv=told.hashes.kv in kv_hashes)
         self._wake()
 
-    async def choose(self, pool: str, stage: Stage) -> Chosen:
+    async def choose(self, pool: str, stage: Stage) -> ChosenLeader:
         """Return the leader that gets a request next, of a pool, one that can read its KV if there
         is one, or of the decode pool if that may compute the prompt. It has the request's adapter.
         NoLeader if none could take it in time. Requests that wait go in the order in which they
@@ -530,7 +530,7 @@ class Directory:
         """Wait until something may be known that was not."""
         await self._changed.wait()
 
-    def _choice(self, pool: str, stage: Stage) -> Chosen | None:
+    def _choice(self, pool: str, stage: Stage) -> ChosenLeader | None:
         leaders = self._able(pool, stage.request.lora)
         if chosen := self._on_decode(pool, leaders, stage):
             return chosen
@@ -551,7 +551,7 @@ class Directory:
             f"found {self._states(pool, adapter_id)}"
         )
 
-    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Chosen:
+    def _chosen(self, pool: str, leaders: list[ConnectedLeader], stage: Stage) -> ChosenLeader:
         offers = [leader.offer(stage) for leader in leaders]
         # A prefill engine hands a request over after one token.
         num_outputs = 0 if pool == "prefill" else stage.max_outputs
@@ -559,7 +559,9 @@ class Directory:
         choice = self._choosers[pool].choose(offers, request_id, stage.num_tokens, num_outputs)
         return _chosen_of(leaders, offers, choice, stage)
 
-    def _on_decode(self, pool: str, prefill: list[Leader], stage: Stage) -> Chosen | None:
+    def _on_decode(
+        self, pool: str, prefill: list[ConnectedLeader], stage: Stage
+    ) -> ChosenLeader | None:
         """Return the decode leader that is to compute a prompt, if one is."""
         if pool != "prefill" or not self._max_on_decode:
             return None
@@ -613,7 +615,7 @@ class Directory:
         for leader in self._leaders.values():
             leader.close()
 
-    def _able(self, pool: str, adapter_id: int = 0) -> list[Leader]:
+    def _able(self, pool: str, adapter_id: int = 0) -> list[ConnectedLeader]:
         """Return who may take a request with an adapter: those that drain where no other will be
         there any more, for what reaches the ingress of a configuration before it is replaced,
         too."""
@@ -622,10 +624,10 @@ class Directory:
             found = self._in_state(pool, "draining")
         return [each for each in found if each.has_adapter(adapter_id)]
 
-    def _ready(self, pool: str) -> list[Leader]:
+    def _ready(self, pool: str) -> list[ConnectedLeader]:
         return self._in_state(pool, "ready")
 
-    def _in_state(self, pool: str, state: str) -> list[Leader]:
+    def _in_state(self, pool: str, state: str) -> list[ConnectedLeader]:
         leaders = self._leaders.values()
         return [each for each in leaders if each.report.pool == pool and each.can_take(state)]
 

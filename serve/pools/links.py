@@ -31,7 +31,7 @@ from cluster.wire.sockets import (
     pack,
 )
 from serve.event_loop import loop_budget, yield_if_over_budget
-from serve.pools.directory import Connection, Leader
+from serve.pools.directory import ConnectedLeader, Connection
 
 log = logging.getLogger("lockstep.links")
 
@@ -58,7 +58,7 @@ class LeaderLinks:
         self._budget = loop_budget()
         """One for all connections: the event loop has its turn after what all have brought."""
 
-    def connect(self, inbox: str, leader: Leader) -> Connection:
+    def connect(self, inbox: str, leader: ConnectedLeader) -> Connection:
         frames, pulse = self._socket(), self._socket()
         pulse.heartbeat_ivl = HEARTBEAT_MS
         pulse.heartbeat_timeout = int(SILENT_S * 1000)
@@ -73,7 +73,7 @@ class LeaderLinks:
         socket.linger = LINGER_MS  # from the start: ZeroMQ may end a broken connection before us
         return socket
 
-    async def _receive(self, socket: zmq.asyncio.Socket, leader: Leader) -> None:
+    async def _receive(self, socket: zmq.asyncio.Socket, leader: ConnectedLeader) -> None:
         while True:
             body = join(await socket.recv_multipart(), MAX_FRAME_BYTES)
             if body == GIVEN_UP:
@@ -96,9 +96,9 @@ class _Link:
         frames: zmq.asyncio.Socket,
         pulse: zmq.asyncio.Socket,
         inbox: str,
-        leader: Leader,
+        leader: ConnectedLeader,
         credentials: Credentials,
-        receive: Callable[[zmq.asyncio.Socket, Leader], Coroutine[Any, Any, None]],
+        receive: Callable[[zmq.asyncio.Socket, ConnectedLeader], Coroutine[Any, Any, None]],
     ) -> None:
         self._frames = frames
         self._credentials = credentials
@@ -131,7 +131,7 @@ class _Link:
                 socket.close()
 
     async def _until_end(
-        self, work: Callable[[], Coroutine[Any, Any, None]], leader: Leader
+        self, work: Callable[[], Coroutine[Any, Any, None]], leader: ConnectedLeader
     ) -> None:
         try:
             await work()

@@ -32,7 +32,7 @@ from cluster.engine.blocks import prompt_prefixes
 from cluster.engine.prefix_index import Prefix
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.event_loop import StreamBatcher
-from serve.pools.directory import Directory, Leader, Stage
+from serve.pools.directory import ConnectedLeader, Directory, Stage
 from serve.pools.mailbox import Mailbox
 from serve.pools.quarantine import CrashHistory, Quarantine
 from serve.requests.records import SequenceRecord
@@ -137,7 +137,7 @@ class Router:
     ) -> AsyncGenerator[EngineOutput, None]:
         """Run the request on one engine after another; the last output says how it ended."""
         mailbox = Mailbox(request.request_id, self._tick)
-        leaders: list[Leader] = []
+        leaders: list[ConnectedLeader] = []
         pool, handoff = self._first_pool, None
         so_far = list(request.output_token_ids)
         has_ended = False

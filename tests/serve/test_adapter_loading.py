@@ -42,7 +42,7 @@ from serve.openai import adapters as by_http
 from serve.openai.app import build_app
 from serve.openai.endpoint import RequestRefused
 from serve.pools import pool_core
-from serve.pools.directory import Connection, Directory, Leader
+from serve.pools.directory import ConnectedLeader, Connection, Directory
 from serve.pools.pool_core import PoolCore
 from serve.pools.router import Router
 
@@ -162,7 +162,9 @@ class OneBoard:
 class Wire:
     """A connection that notes what is submitted."""
 
-    def __init__(self, leader: Leader, submitted: list[tuple[Leader, Submit]]) -> None:
+    def __init__(
+        self, leader: ConnectedLeader, submitted: list[tuple[ConnectedLeader, Submit]]
+    ) -> None:
         self._leader, self._submitted = leader, submitted
 
     def send(self, body: bytes) -> None:
@@ -183,7 +185,7 @@ class Application:
         self.cores: list[IngressCore] = []
         self.boards: list[OneBoard] = []
         self.apps: list[Starlette] = []
-        self.submitted: list[tuple[Leader, Submit]] = []
+        self.submitted: list[tuple[ConnectedLeader, Submit]] = []
         self.make_board()
 
     def make_board(self) -> None:
@@ -199,7 +201,7 @@ class Application:
         return replica
 
     async def add_ingress(self) -> None:
-        def connect(inbox: str, leader: Leader) -> Connection:
+        def connect(inbox: str, leader: ConnectedLeader) -> Connection:
             asyncio.get_running_loop().call_soon(leader.on_welcome)
             return Wire(leader, self.submitted)
 

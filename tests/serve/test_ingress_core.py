@@ -19,7 +19,7 @@ from serve.event_loop import StreamBatcher
 from serve.ingress_core import IngressCore
 from serve.openai.errors import ApiError
 from serve.pools.chooser import Routing
-from serve.pools.directory import Connection, Directory, Leader
+from serve.pools.directory import ConnectedLeader, Connection, Directory
 from serve.pools.router import Router
 
 CONFIG = deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2})
@@ -93,7 +93,7 @@ class Started:
 async def started(board: Board | None = None) -> AsyncIterator[Started]:
     board, tick, connections = board or Board(), StreamBatcher(), dict[str, Unused]()
 
-    def connect(inbox: str, leader: Leader) -> Connection:
+    def connect(inbox: str, leader: ConnectedLeader) -> Connection:
         connections[inbox] = Unused()
         asyncio.get_running_loop().call_soon(leader.on_welcome)
         return connections[inbox]

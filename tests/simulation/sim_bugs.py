@@ -49,7 +49,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from serve.pools.directory import Chosen, Directory, Leader, Stage
+from serve.pools.directory import ChosenLeader, ConnectedLeader, Directory, Stage
 from serve.pools.pool_core import PoolCore
 from serve.pools.scaling import Meter, Signals
 
@@ -305,24 +305,24 @@ class _RunsForNobody(SimOutputSender):
 
 @planted("directory", "a stale entry of the directory that is used")
 class _UsesStaleEntries(Directory):
-    def _able(self, pool: str) -> list[Leader]:
+    def _able(self, pool: str) -> list[ConnectedLeader]:
         return [each for each in self._leaders.values() if each.report.pool == pool]
 
 
 @planted("directory", "a bound on queues that is removed", is_by_cost)
 class _BoundsNoQueue(Directory):
-    def _chosen(self, pool: str, leaders: list[Leader], stage: Stage) -> Chosen:
+    def _chosen(self, pool: str, leaders: list[ConnectedLeader], stage: Stage) -> ChosenLeader:
         offers = [leader.offer(stage) for leader in leaders]
         num_outputs = 0 if pool == "prefill" else stage.max_outputs
         place, why = self._choosers[pool].choose(
             offers, stage.request.request_id, MAX_MODEL_LEN**2, num_outputs
         )
-        return Chosen(leaders[place], why, 0)
+        return ChosenLeader(leaders[place], why, 0)
 
 
 @planted("directory", "a leader chosen that drains")
 class _ChoosesWhoDrains(Directory):
-    def _able(self, pool: str) -> list[Leader]:
+    def _able(self, pool: str) -> list[ConnectedLeader]:
         leaders = [each for each in self._leaders.values() if each.report.pool == pool]
         return [each for each in leaders if each._is_welcome]
 

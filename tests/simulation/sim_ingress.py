@@ -51,7 +51,7 @@ from cluster.wire.messages import (
 )
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import Directory, Leader
+from serve.pools.directory import ConnectedLeader, Directory
 from serve.pools.quarantine import Quarantine
 from serve.pools.router import Router
 
@@ -164,7 +164,7 @@ class SimTrials:
 class SimConnection:
     """The way of an ingress to one leader and back; it connects once."""
 
-    def __init__(self, ingress: SimIngress, inbox: str, leader: Leader) -> None:
+    def __init__(self, ingress: SimIngress, inbox: str, leader: ConnectedLeader) -> None:
         self.ingress, world = ingress, ingress.world
         self.rank = world.leader_at(inbox)
         self.peer = world.new_peer(self)

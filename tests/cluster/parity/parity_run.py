@@ -40,7 +40,7 @@ from cluster.rank.leader import Leader
 from cluster.wire.messages import LoraAdapter, Submit
 from compile.counters import counter
 from serve.pools.chooser import Why
-from serve.pools.directory import Chosen, Directory, Stage
+from serve.pools.directory import ChosenLeader, Directory, Stage
 from serve.pools.router import Router
 
 FOLDER = Path(__file__).resolve().parent
@@ -156,12 +156,12 @@ class UnevenDirectory(Directory):
         self._rng = random.Random(1)
         self._num_chosen: Counter[str] = Counter()
 
-    async def choose(self, pool: str, stage: Stage) -> Chosen:
+    async def choose(self, pool: str, stage: Stage) -> ChosenLeader:
         leaders = self._able(pool)
         favoured = self._num_chosen[pool] // 8 % 2 * (len(leaders) - 1)
         self._num_chosen[pool] += 1
         place = self._rng.randrange(len(leaders)) if self._rng.random() < 0.6 else favoured
-        return Chosen(leaders[place], Why.EQUAL, 0)
+        return ChosenLeader(leaders[place], Why.EQUAL, 0)
 
 
 @contextmanager

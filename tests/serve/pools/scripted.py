@@ -22,7 +22,7 @@ from cluster.wire.messages import (
     decode,
 )
 from serve.pools.chooser import Routing
-from serve.pools.directory import Directory, Leader, Stage
+from serve.pools.directory import ConnectedLeader, Directory, Stage
 
 OURS, THEIRS = Hashes("ours", "kv"), Hashes("theirs", "kv")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
@@ -61,7 +61,9 @@ class ScriptedConnection:
     """Notes what is sent to a leader, and says what the leader would. A submission is answered by
     `on_submit`."""
 
-    def __init__(self, leader: Leader, on_submit: Callable[[ScriptedConnection, Submit], None]):
+    def __init__(
+        self, leader: ConnectedLeader, on_submit: Callable[[ScriptedConnection, Submit], None]
+    ):
         self.leader = leader
         self.epoch = leader.report.epoch
         self.sent: list[Any] = []
@@ -121,7 +123,7 @@ class Connections:
             if made.leader.report.engine_id not in self.silent:
                 made.leader.on_welcome()
 
-    def _connect(self, inbox: str, leader: Leader) -> ScriptedConnection:
+    def _connect(self, inbox: str, leader: ConnectedLeader) -> ScriptedConnection:
         made = ScriptedConnection(leader, self._on_submit)
         self.newest[leader.report.engine_id] = made
         self.all.append(made)

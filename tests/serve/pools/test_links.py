@@ -42,7 +42,7 @@ from cluster.wire.sockets import split
 from serve.event_loop import StreamBatcher
 from serve.pools import links
 from serve.pools.chooser import Routing
-from serve.pools.directory import Directory, Leader
+from serve.pools.directory import ConnectedLeader, Directory
 from serve.pools.links import SILENT_S, LeaderLinks
 from serve.pools.mailbox import Mailbox
 
@@ -124,7 +124,7 @@ class Ingress:
             routings, self.links.connect, numerics_hash="ours", max_wait_s=60.0
         )
 
-    def see(self, inbox: str, **fields: Any) -> Leader:
+    def see(self, inbox: str, **fields: Any) -> ConnectedLeader:
         self.directory.see([report_of(inbox=inbox, epoch=1, **fields)])
         return self.directory._leaders[ENGINE_ID]
 
@@ -159,7 +159,7 @@ async def until(condition: Callable[[], Any]) -> Any:
     return found
 
 
-async def connected(made: Ingress, engine: Engine) -> Leader:
+async def connected(made: Ingress, engine: Engine) -> ConnectedLeader:
     leader = made.see(engine.inbox.address)
     await until(lambda: engine.take() or leader.can_take())
     return leader
