@@ -50,6 +50,7 @@ import re
 import selectors
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ hypothesis.settings.load_profile("lockstep")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add the option of the fuzz tests, and load the feature report.
+    """Add the options of fuzz tests and of slow machines, and load the feature report.
 
     By its path: the name `tests` may belong to another package.
     """
@@ -82,6 +83,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         default=1,
         metavar="FACTOR",
         help="run fuzz tests with so many times as many examples; 20 before a release",
+    )
+    parser.addoption(
+        "--begin-until",
+        type=float,
+        metavar="SECONDS",
+        help="skip tests that have not begun by then, in seconds since 1970, and say how many",
     )
     name = "lockstep_feature_report"
     if pluginmanager.has_plugin(name):
@@ -223,12 +230,31 @@ def run_in_jumps() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Any]:
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The one Ray cluster of the run; its value is ray's context with the addresses."""
     import ray
 
+    request.session.stash[END_CLUSTER] = functools.partial(request._fixturedef.finish, request)
     yield _start_ray(ray)
     ray.shutdown()
+
+
+END_CLUSTER = pytest.StashKey[Callable[[], None]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until: float | None = item.config.getoption("--begin-until")
+    if until is not None and time.time() > until:
+        pytest.skip("the machine was too slow: not begun in time (--begin-until)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the run's cluster, and what it serves, after the last test that needs it: while it does
+    nothing it takes a fifth of two cores."""
+    if nextitem is not None and not _shares_ray(nextitem.path):
+        item.session.stash.get(END_CLUSTER, lambda: None)()
 
 
 def _start_ray(ray: Any, num_attempts: int = 5) -> Any:

@@ -207,6 +207,8 @@ async def test_who_does_not_answer_as_that_leader_is_never_chosen(
                 await asyncio.sleep(0.05)
                 if kind not in ("mute", "nobody"):
                     assert not engine.take()
+            if kind in ("stranger", "nobody"):
+                await until(lambda: leader.is_lost)
             assert not waiting.done() and not leader.can_take()
             assert leader.is_lost == (kind in ("stranger", "nobody"))
             waiting.cancel()
