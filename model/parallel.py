@@ -12,17 +12,24 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 
 from compile.custom_op import direct_register_custom_op
 from compile.errors import FieldError
 from model.kernels.cpu.communicator import ShmCommunicator
 from model.quantization import WeightFormat
 
-# A name is free again when its group is gone.
-_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmCommunicator] = (
     weakref.WeakKeyDictionary()
 )
@@ -30,20 +37,32 @@ _lock = threading.Lock()
 
 
 def register_group(kind: str, group: dist.ProcessGroup) -> str:
-    """Return the name by which ops find `group`, the same one for the same group: `kind`, or
-    `kind.1` and so on where ranks share a process."""
+    """Return the name by which ops, and torch's own, find `group`, the same one for the same group:
+    `kind`, or `kind.1` and so on where ranks share a process. Ranks that do not share one, and make
+    their groups in the same order, have the same names. A name is free again when its group is
+    gone."""
     names = itertools.chain([kind], (f"{kind}.{number}" for number in itertools.count(1)))
     with _lock:
-        return next(name for name in names if _groups.setdefault(name, group) is group)
+        name, owner = next((n, found) for n in names if (found := _found(n)) in (None, group))
+        key = cast("GroupName", name)
+        if owner is None:
+            _unregister_process_group(key)  # torch keeps the name of a group that is gone
+            _register_process_group(key, group)
+            group._set_group_name(key)
+        return name
 
 
 def find_group(name: str) -> dist.ProcessGroup:
+    if (group := _found(name)) is None:
+        raise LookupError(f"group_name: wanted a registered group, found {name!r}")
+    return group
+
+
+def _found(name: str) -> dist.ProcessGroup | None:
     try:
-        return _groups[name]
-    except KeyError:
-        known = ", ".join(sorted(_groups)) or "none"
-        message = f"group_name: wanted a registered group ({known}), found {name!r}"
-        raise LookupError(message) from None
+        return _resolve_process_group(cast("GroupName", name))
+    except RuntimeError:  # no group has had this name, or it is gone
+        return None
 
 
 def share_memory(group: dist.ProcessGroup, communicator: ShmCommunicator) -> None:
@@ -101,8 +120,11 @@ def _gather(x: torch.Tensor, parts: torch.Tensor, group_name: str) -> None:
     group = find_group(group_name)
     near = _communicators.get(group)
     if near is None or not near.gather(x, parts):
-        found = list(parts.unbind(0)) if group.rank() == 0 else None
-        dist.gather(x, found, group=group, group_dst=0)
+        # Rank 0 gets all, the others nothing. torch's `gather` takes lists alone.
+        num, size = x.numel(), group.size()
+        given = [num, *[0] * (size - 1)]
+        taken = [num if group.rank() == 0 else 0] * size
+        dist.all_to_all_single(parts.view(-1), x.view(-1), taken, given, group=group)
 
 
 def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> torch.Tensor:

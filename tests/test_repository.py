@@ -252,3 +252,62 @@ def test_a_readme_without_the_command_is_a_clear_error(
     done = ci_run(tmp_path)
     assert done.returncode == 1
     assert "README.md: wanted" in done.stderr and found in done.stderr
+
+
+LISTS = {
+    *("all_gather", "all_gather_coalesced", "all_gather_object", "all_to_all", "allgather"),
+    *("allgather_coalesced", "alltoall", "broadcast_object_list", "gather", "gather_object"),
+    *("reduce_scatter", "scatter", "scatter_object_list"),
+}
+"""torch's collectives that take a list of tensors, or pickles: they copy each tensor once more."""
+
+
+def called_on_torch(node: ast.Call) -> str:
+    """Return the name of a method of torch.distributed or of a process group that this calls."""
+    if not isinstance(node.func, ast.Attribute):
+        return ""
+    owner = ast.unparse(node.func.value)
+    is_torchs = re.search(r"(^|[._])(dist|c10d|distributed|group|backend|pg)$", owner)
+    return node.func.attr if is_torchs else ""
+
+
+def index_is_missing(node: ast.Call) -> bool:
+    """Return whether a call asks for a CUDA device and does not say which."""
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+    given = [*node.args] if called in ("device", "to") else []
+    given += [each.value for each in node.keywords if each.arg == "device"]
+    values = [each.value for each in given if isinstance(each, ast.Constant)]
+    return called == "cuda" or ("cuda" in values and len(given) == 1)
+
+
+def calls_in(text: str) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+
+
+@pytest.fixture(scope="module")
+def product_calls() -> list[tuple[str, ast.Call]]:
+    """All calls in files of the packages that name torch, each with its place."""
+    return [
+        (f"{relative(path)}:{call.lineno}", call)
+        for path in python_files(*PACKAGES)
+        if "torch" in (text := path.read_text())
+        for call in calls_in(text)
+    ]
+
+
+@pytest.mark.feature("O05")
+def test_no_collective_takes_a_list(product_calls: list[tuple[str, ast.Call]]) -> None:
+    for each in ("dist.gather(x, y)", "self.group.allgather(a, b)", "c10d.scatter(x, [])"):
+        assert {called_on_torch(call) for call in calls_in(each)} & LISTS
+    assert not any(map(called_on_torch, calls_in("near.gather(x); t.gather(1, i)")))
+    used = {called_on_torch(call) for _, call in product_calls}
+    assert {"_allgather_base", "_reduce_scatter_base", "all_to_all_single"} <= used
+    assert [place for place, call in product_calls if called_on_torch(call) in LISTS] == []
+
+
+@pytest.mark.feature("O05")
+def test_no_device_is_a_gpu_without_an_index(product_calls: list[tuple[str, ast.Call]]) -> None:
+    for each in ("torch.device('cuda')", "torch.empty(3, device='cuda')", "x.to('cuda')"):
+        assert any(map(index_is_missing, calls_in(each)))
+    assert not any(map(index_is_missing, calls_in("torch.device('cuda', 0)")))
+    assert [place for place, call in product_calls if index_is_missing(call)] == []

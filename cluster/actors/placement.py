@@ -1,5 +1,5 @@
 """Where the bundles of placement groups are: which of a group's are on one node, and how many ranks
-of an application share one."""
+of an application share one; and which of its node's GPUs an actor has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
+
+from cluster.group.device import RankDevice, take_gpu
 
 
 def bundles_by_node(group: PlacementGroup, first: int, num: int) -> list[tuple[int, str]]:
@@ -54,7 +56,14 @@ def num_nodes() -> int:
 def cores_of_node(node: str) -> int:
     """Return how many cores Ray may use on a node: fewer than there are in a container with a
     limit, or where `ray start` was told so."""
-    for each in ray.nodes():
-        if each["NodeID"] == node:
-            return max(1, int(each["Resources"].get("CPU", 1)))
-    return 1
+    return max(1, int(_resources(node).get("CPU", 1)))
+
+
+def own_gpu(node: str) -> RankDevice:
+    """Take the GPU of its node that Ray gave this actor; see `take_gpu`."""
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return take_gpu(ids, int(_resources(node).get("GPU", 0)))
+
+
+def _resources(node: str) -> Mapping[str, float]:
+    return next((each["Resources"] for each in ray.nodes() if each["NodeID"] == node), {})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.actors.artifact_board import RayExchange
-from cluster.actors.placement import cores_of_node, ranks_beside
+from cluster.actors.placement import cores_of_node, own_gpu, ranks_beside
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat, Phase
 from cluster.group.context import LOOPBACK, RankContext, RankPlace, RankStats, num_cores
@@ -59,6 +59,8 @@ class RankActor:
             credentials=credentials,
             engine_id=engine_id,
             node=node,
+            # Before torch is loaded, which reads what this sets.
+            gpu=own_gpu(node).gpu if config.device == "cuda" else "",
             is_on_one_node=is_on_one_node,
             num_cores=min(num_cores(), cores_of_node(node)),
             ranks_on_node=ranks_beside(node, first_bundle),
@@ -149,7 +151,11 @@ class RankActor:
         return self._rank.heartbeat()
 
     def debug(self) -> dict[str, Any]:
-        rank = {**asdict(self._context.place), "pid": os.getpid(), "state": self._state}
+        rank = {
+            **asdict(self._context.place),
+            **{"device": self._context.device.name, "gpu": self._context.device.gpu},
+            **{"pid": os.getpid(), "state": self._state},
+        }
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
 
     def stop(self) -> None:

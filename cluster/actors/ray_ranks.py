@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,6 +14,7 @@ from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
+from cluster.group.device import environment_of_ranks
 from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.wire.credentials import Credentials
@@ -89,8 +90,7 @@ def create_group(
             log.warning("%s: tensor-parallel ranks are on %d nodes", places[i].name, num_nodes)
     actors = [
         RemoteRank.options(
-            num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
-            num_gpus=placement_group.bundle_specs[bundle].get("GPU", 0),
+            **_reserved(placement_group.bundle_specs[bundle]),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group, placement_group_bundle_index=bundle
             ),
@@ -107,3 +107,13 @@ def create_group(
     ]
     handles = [RayRank(actor) for actor in actors]
     return RankGroup(config.parallel, handles, watchdog_s=config.watchdog_s, epoch=epoch)
+
+
+def _reserved(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """Return Ray's options for a rank that has a bundle of its placement group to itself."""
+    num_gpus = bundle.get("GPU", 0)
+    options: dict[str, Any] = {"num_cpus": bundle.get("CPU", 0), "num_gpus": num_gpus}
+    if variables := environment_of_ranks(num_gpus):
+        # Ray adds them to those of the application.
+        options["runtime_env"] = {"env_vars": variables}
+    return options

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import EngineConfig
 from cluster.engine.prefix_index import PrefixUpdate
+from cluster.group.device import RankDevice
 from cluster.observe.metrics import IN_METRICS_ALONE, SchedulerStats
 from cluster.wire.credentials import SECRET_BYTES, Credentials
 
@@ -58,6 +59,8 @@ class RankContext:
     engine_id: str = ""
     node: str = ""
     """Ray's id of the node, for statistics."""
+    gpu: str = ""
+    """Which GPU of its node Ray gave this rank; see `RankDevice`."""
     is_on_one_node: bool = False
     num_cores: int = field(default_factory=num_cores)
     """Of its node, for all ranks there."""
@@ -66,6 +69,11 @@ class RankContext:
     progress: Progress | None = None
     exchange: ArtifactExchange | None = None
     """Where ranks that share no disk have from one another what one of them compiles."""
+
+    @property
+    def device(self) -> RankDevice:
+        """What this rank computes on; nothing else says which GPU it is."""
+        return RankDevice.of(self.config.device, self.gpu)
 
     @property
     def threads(self) -> int:

@@ -17,7 +17,6 @@ import os
 import socket
 from datetime import timedelta
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -159,13 +158,22 @@ def _group(
 ) -> ProcessGroup | None:
     if size == 1:
         return None
-    own, is_on_cuda = PrefixStore(name, store), device == "cuda"
-    # A backend has the methods of a group. It is no member of torch's table of groups: one
-    # process may hold several, and nothing global is left when it ends.
-    group = cast(ProcessGroup, (_nccl if is_on_cuda else _gloo)(own, rank, size, host))
-    memory = None if is_on_cuda else _common_memory(own, rank, size)
+    own = PrefixStore(name, store)
+    group = make_group(own, rank, size, device=device, host=host)
+    memory = None if device == "cuda" else _common_memory(own, rank, size)
     if memory is not None:
         share_memory(group, ShmCommunicator(memory, rank, size, COLLECTIVE_TIMEOUT_S))
+    return group
+
+
+def make_group(store: Store, rank: int, size: int, *, device: str, host: str) -> ProcessGroup:
+    """Return a group that torch can find by the name which `register_group` gives it, as ops over
+    symmetric memory do: a backend alone, which has the same methods, torch does not take. All that
+    is global is that name, until the group ends."""
+    group, kinds = ProcessGroup(store, rank, size), ProcessGroup.BackendType
+    make, kind = (_nccl, kinds.NCCL) if device == "cuda" else (_gloo, kinds.GLOO)
+    group._register_backend(torch.device(device), kind, make(store, rank, size, host))
+    group._set_default_backend(kind)
     return group
 
 
@@ -199,7 +207,6 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> Backend:
 
 
 def _nccl(store: Store, rank: int, size: int, host: str) -> Backend:
-    torch.cuda.set_device(0)  # each rank sees its own device alone
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -327,10 +327,11 @@ def _end_with_the_rank(answers: queue.SimpleQueue[bytes]) -> None:
 
 
 def compile_for(job: CompileJob, progress: Progress, exchange: ArtifactExchange) -> None:
-    config, group, device = job.config, job.group(), torch.device(job.config.device)
+    config, group = job.config, job.group()
     torch.set_num_threads(job.threads)  # part of the cache's key
-    pools = graph_pools(config.compilation, device)
     context = RankContext(config, job.place, progress=progress, exchange=exchange)
+    device = torch.device(context.device.name)
+    pools = graph_pools(config.compilation, device)
     scope = rank_scope(context, group, pools)
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):

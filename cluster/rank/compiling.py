@@ -64,7 +64,7 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
         config=resolved,
         tp_rank=group.shard.rank,
         dp_rank=context.place.dp_rank,
-        key_factors=_key_factors(config, group.shard),
+        key_factors=_key_factors(context, group.shard),
         pools=pools,
         progress=None if progress is None else partial(progress, "compiling"),
         max_num_tokens=config.scheduler.max_num_batched_tokens,
@@ -132,12 +132,14 @@ def missing_for_triton() -> str:
     return " and ".join(missing)
 
 
-def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+def _key_factors(context: RankContext, shard: Shard) -> dict[str, str]:
+    config = context.config
+    dtype, device = getattr(torch, config.dtype), torch.device(context.device.name)
     parallel = config.parallel
     return {
         "model_config": repr(ModelConfig.from_dir(config.model_path)),
         "dtype": config.dtype,
+        # Its index is the same on all ranks, so the key needs none.
         "device_type": config.device,
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "data_parallel_size": str(parallel.data_parallel_size),

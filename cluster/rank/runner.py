@@ -89,8 +89,11 @@ class ModelRunner:
             self.grammars = _grammars(context, wake)
         self._step_bytes = 0
         self.config = config
-        self.device = torch.device(config.device)
-        if config.device == "cpu":
+        self.device = torch.device(context.device.name)
+        if config.device == "cuda":
+            # Kernels are launched on the current device. Any other thread's is this one as well.
+            torch.cuda.set_device(self.device)
+        else:
             torch.set_num_threads(context.threads)
             if config.dtype == "float16":
                 log.warning("dtype: float16 is slow on a CPU: bfloat16 and float32 have kernels")

@@ -8,13 +8,12 @@ inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from gpu_check_rows import Row, Setting, attempts, error_of
 
-from cluster.group import membership
+from cluster.group.membership import make_group
 from compile.graphs.pools import new_graph_pool, new_step_graph
 from model import parallel
 
@@ -23,10 +22,8 @@ HOST = "127.0.0.1"
 
 def part_collectives(at: Setting) -> Iterator[Row]:
     """All-reduce, all-gather, gather and reduce-scatter of one rank, captured and replayed."""
-    make = membership._nccl if at.device.type == "cuda" else membership._gloo
-    backend = make(dist.HashStore(), 0, 1, HOST)
     # Held here: ops find a group by its name for as long as it lives.
-    group = cast(dist.ProcessGroup, backend)
+    group = make_group(dist.HashStore(), 0, 1, device=at.device.type, host=HOST)
     name = parallel.register_group("tp", group)
     shape = (at.pick(64, 4), at.pick(8192, 64))
     rows = shape[0]
@@ -73,4 +70,4 @@ def part_collectives(at: Setting) -> Iterator[Row]:
     try:
         yield from attempts(collective, cases)
     finally:
-        backend.shutdown()
+        group.shutdown()

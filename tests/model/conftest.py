@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from cluster.group.membership import make_group
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 from model.kernels import dispatch
@@ -189,14 +189,16 @@ def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[list[Any]]:
-    store, timeout = dist.HashStore(), timedelta(seconds=30)
+    store = dist.HashStore()
     # One that ends would break the connections of a rank that is still making them.
     groups: list[dist.ProcessGroup] = []
 
     def group(name: str, rank: int, size: int) -> dist.ProcessGroup | None:
         if size == 1:
             return None
-        found = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+        found = make_group(
+            dist.PrefixStore(name, store), rank, size, device="cpu", host="127.0.0.1"
+        )
         groups.append(found)
         return found
 

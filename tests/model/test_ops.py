@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.group.membership import make_group
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.config import Latent
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
@@ -34,7 +34,7 @@ print(*sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("
 @pytest.fixture(scope="module")
 def shard() -> Shard:
     """The only rank of a real group."""
-    return Shard(0, 1, dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30)))
+    return Shard(0, 1, make_group(dist.HashStore(), 0, 1, device="cpu", host="127.0.0.1"))
 
 
 @pytest.fixture

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 
 from compile.errors import FieldError
 from model import parallel
@@ -191,18 +194,45 @@ def test_sums_are_scattered_in_sizes_that_change(run_ranks: Any) -> None:
         torch.testing.assert_close(joined, total)
 
 
-class Group:
-    """A group in nothing but name."""
+def group_in_name() -> dist.ProcessGroup:
+    return dist.ProcessGroup(dist.HashStore(), 0, 1)
+
+
+@pytest.mark.feature("O05")
+def test_torch_finds_the_groups_of_two_ranks_by_their_names(run_grid: Any) -> None:
+    """As symmetric memory looks for them: it is told a name, and meets in the group's store."""
+
+    def work(shard: Shard) -> list[str]:
+        names = []
+        for each in (shard, shard.data):
+            assert each is not None and each.group is not None
+            found = _resolve_process_group(each.group_name)  # type: ignore[arg-type]
+            assert found is each.group and found.group_name == each.group_name
+            assert (found.rank(), found.size()) == (each.rank, 2)
+            x = torch.full((2, 3), 1.0 + each.rank)
+            joined = torch.empty(4, 3)
+            found._allgather_base(joined, x).wait()
+            assert joined[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+            with pytest.raises(RuntimeError, match="already registered"):
+                _register_process_group(found.group_name, found)
+            names.append(each.group_name)
+        return names
+
+    found = [names for row in run_grid(2, 2, work) for names in row]
+    # Four ranks share this process. One with a process of its own calls its groups tp and dp.
+    assert {re.sub(r"[.]\d+$", "", tensor) for tensor, _ in found} == {"tp"}
+    assert {re.sub(r"[.]\d+$", "", data) for _, data in found} == {"dp"}
+    assert len({name for names in found for name in names}) == 8
 
 
 def test_a_process_that_has_one_group_calls_it_by_its_kind() -> None:
     # Ranks' processes agree on names because each of them counts for itself.
-    first, second = Group(), Group()
+    first, second = group_in_name(), group_in_name()
     name = parallel.register_group("test", first)
     assert name == "test"
     assert parallel.register_group("test", first) == "test"
     assert parallel.register_group("test", second) == "test.1"
     del first
     gc.collect()
-    third = Group()
+    third = group_in_name()
     assert parallel.register_group("test", third) == "test"

@@ -191,11 +191,13 @@ class StandInNCCL:
 
 def test_nccl_waits_no_longer_than_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandInNCCL, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(StandInNCCL, "timeouts", [])
 
     def work(group: GroupMembership) -> list[float]:
-        return group.shard.all_reduce(torch.ones(1)).tolist()
+        assert group.shard.group is not None
+        x, backend = torch.ones(1), group.shard.group._get_backend(torch.device("cuda"))
+        backend.allreduce([x]).wait()  # which the group does for a tensor on a GPU
+        return x.tolist()
 
     assert run_ranks(work, tp=2, device="cuda") == [[2.0], [2.0]]
     assert StandInNCCL.timeouts == [timedelta(seconds=membership.COLLECTIVE_TIMEOUT_S)] * 2

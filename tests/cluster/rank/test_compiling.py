@@ -127,6 +127,18 @@ def test_neither_role_nor_rank_nor_sizes_of_graphs_are_in_the_key(tiny_checkpoin
     assert str(tiny_checkpoint) not in str(decode.key_factors)
 
 
+@pytest.mark.feature("O05")
+def test_which_gpu_a_rank_has_is_not_in_the_key(tiny_checkpoint: Path) -> None:
+    """Code names the index of its device, which is the same on all ranks."""
+    config = replace(config_of(tiny_checkpoint, max_num_batched_tokens=64), device="cuda")
+    ranks = [RankContext(config, gpu=gpu) for gpu in ("0", "3", "GPU-0af1")]
+    pools = graph_pools(CompilationConfig(), torch.device(ranks[0].device.name))
+    group = GroupMembership(None, Shard())
+    found = [rank_scope(rank, group, pools).key_factors for rank in ranks]
+    assert found == [found[0]] * 3
+    assert len({torch.device(rank.device.name) for rank in ranks}) == 1
+
+
 @pytest.mark.feature("S08")
 def test_what_linear_layers_hold_is_in_the_key(tiny_checkpoint: Path) -> None:
     kinds: tuple[WeightFormat, ...] = ("auto", "int8", "int4")

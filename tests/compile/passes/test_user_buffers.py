@@ -9,7 +9,6 @@ import logging
 import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,9 +16,10 @@ import pytest
 import torch
 from hypothesis import given
 from torch import fx
-from torch.distributed import HashStore, ProcessGroupGloo
+from torch.distributed import HashStore, ProcessGroup
 
 import model.user_buffers  # noqa: F401  (registers its ops)
+from cluster.group.membership import make_group
 from compile.config import CompilationConfig
 from compile.errors import FieldError
 from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
@@ -34,19 +34,6 @@ SUM, FINALIZE = "user_buffers_all_reduce_add_rms_norm", "user_buffers_finalize"
 COPY, PRODUCT = "copy_to_user_buffers", "mm_to_user_buffers"
 
 
-class Group:
-    """One rank's place in a group that has memory and nothing else."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[tuple[str, ShmCommunicator]]]:
     """Names of two ranks' groups, as if each were in a process of its own, and their ends."""
@@ -54,7 +41,7 @@ def groups() -> Iterator[list[tuple[str, ShmCommunicator]]]:
         pytest.skip("needs a C++ compiler, found none")
     sizes = (SLOT_BYTES, BUFFER_BYTES)
     memory = memoryview(bytearray(memory_bytes(2, *sizes)))
-    members: list[Any] = [Group(rank, 2) for rank in range(2)]
+    members = [ProcessGroup(HashStore(), rank, 2) for rank in range(2)]
     found = []
     for rank, member in enumerate(members):
         end = ShmCommunicator(memory, rank, 2, 60, *sizes)
@@ -136,7 +123,7 @@ def test_a_graph_gives_the_same_wherever_it_adds_up(
 
 
 def test_ranks_that_share_no_memory_add_up_as_usual() -> None:
-    group = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
+    group = make_group(HashStore(), 0, 1, device="cpu", host="127.0.0.1")
     name = parallel.register_group("user-alone", group)
     given_to = [torch.randn(3, WIDTH), torch.randn(3, WIDTH), torch.randn(WIDTH, WIDTH)]
     given_to.append(torch.randn(WIDTH))
