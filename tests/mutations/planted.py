@@ -936,4 +936,16 @@ MUTATIONS = (
         {"if not admin_keys.has(key):": "if not (admin_keys.has(key) or self._keys.has(key)):"},
         (LOADING,),
     ),
+    Mutation(
+        "A rank's first GPU is not the one that Ray gave it (O05).",
+        "cluster/group/device.py",
+        {'",".join([own, *others])': '",".join(listed)'},
+        ("tests/cluster/group/test_device.py",),
+    ),
+    Mutation(
+        "Torch does not find a group by its name (O05).",
+        "model/parallel.py",
+        {"            _register_process_group(key, group)\n": ""},
+        ("tests/model/test_parallel.py",),
+    ),
 )
