@@ -295,7 +295,7 @@ def product_calls() -> list[tuple[str, ast.Call]]:
     ]
 
 
-@pytest.mark.feature("O05")
+@pytest.mark.feature("K08")
 def test_no_collective_takes_a_list(product_calls: list[tuple[str, ast.Call]]) -> None:
     for each in ("dist.gather(x, y)", "self.group.allgather(a, b)", "c10d.scatter(x, [])"):
         assert {called_on_torch(call) for call in calls_in(each)} & LISTS
@@ -305,7 +305,7 @@ def test_no_collective_takes_a_list(product_calls: list[tuple[str, ast.Call]]) -
     assert [place for place, call in product_calls if called_on_torch(call) in LISTS] == []
 
 
-@pytest.mark.feature("O05")
+@pytest.mark.feature("P19")
 def test_no_device_is_a_gpu_without_an_index(product_calls: list[tuple[str, ast.Call]]) -> None:
     for each in ("torch.device('cuda')", "torch.empty(3, device='cuda')", "x.to('cuda')"):
         assert any(map(index_is_missing, calls_in(each)))

@@ -198,7 +198,7 @@ def group_in_name() -> dist.ProcessGroup:
     return dist.ProcessGroup(dist.HashStore(), 0, 1)
 
 
-@pytest.mark.feature("O05")
+@pytest.mark.feature("K08")
 def test_torch_finds_the_groups_of_two_ranks_by_their_names(run_grid: Any) -> None:
     """As symmetric memory looks for them: it is told a name, and meets in the group's store."""
 

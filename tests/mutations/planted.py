@@ -937,13 +937,13 @@ MUTATIONS = (
         (LOADING,),
     ),
     Mutation(
-        "A rank's first GPU is not the one that Ray gave it (O05).",
+        "A rank's first GPU is not the one that Ray gave it (P19).",
         "cluster/group/device.py",
         {'",".join([own, *others])': '",".join(listed)'},
         ("tests/cluster/group/test_device.py",),
     ),
     Mutation(
-        "Torch does not find a group by its name (O05).",
+        "Torch does not find a group by its name (K08).",
         "model/parallel.py",
         {"            _register_process_group(key, group)\n": ""},
         ("tests/model/test_parallel.py",),

@@ -46,7 +46,7 @@ def planted(
     return environment
 
 
-@pytest.mark.feature("O05")
+@pytest.mark.feature("P19")
 @pytest.mark.parametrize(
     ("own", "visible", "num_gpus", "ordered"),
     [
@@ -120,7 +120,7 @@ def test_an_id_that_names_no_gpu_is_refused_by_name(
     assert environment == before
 
 
-@pytest.mark.feature("O05")
+@pytest.mark.feature("P19")
 @pytest.mark.parametrize("num_gpus", [0.25, 1.0])
 def test_ray_hides_no_gpu_from_ranks_that_have_one(num_gpus: float) -> None:
     from ray._private.accelerators.nvidia_gpu import NOSET_CUDA_VISIBLE_DEVICES_ENV_VAR

@@ -127,7 +127,7 @@ def test_neither_role_nor_rank_nor_sizes_of_graphs_are_in_the_key(tiny_checkpoin
     assert str(tiny_checkpoint) not in str(decode.key_factors)
 
 
-@pytest.mark.feature("O05")
+@pytest.mark.feature("G02")
 def test_which_gpu_a_rank_has_is_not_in_the_key(tiny_checkpoint: Path) -> None:
     """Code names the index of its device, which is the same on all ranks."""
     config = replace(config_of(tiny_checkpoint, max_num_batched_tokens=64), device="cuda")
