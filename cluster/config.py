@@ -171,9 +171,13 @@ class EngineConfig:
         if self.device == "cuda" and self.transfer.transport == "shm":
             wanted = "auto or tcp with device=cuda, whose KV is no host memory"
             raise FieldError("kv.transport", wanted, self.transfer.transport)
-        if self.device == "cuda" and self.quantization != "auto":
-            wanted = "auto with device=cuda (kernels for integers are built for CPUs alone)"
+        if self.device == "cuda" and self.quantization not in ("auto", "fp8"):
+            wanted = "auto or fp8 with device=cuda (kernels for integers are built for CPUs alone)"
             raise FieldError("quantization", wanted, self.quantization)
+        is_fp8_on_a_gpu = self.device == "cuda" and self.quantization == "fp8"
+        if is_fp8_on_a_gpu and self.dtype != "bfloat16":
+            wanted = "bfloat16 with device=cuda and quantization=fp8, whose products are"
+            raise FieldError("dtype", wanted, self.dtype)
         if 0 < self.max_loras < len(self.lora_modules):
             wanted = f"at least {len(self.lora_modules)}, those of lora_modules, or 0"
             raise FieldError("max_loras", wanted, self.max_loras)

@@ -252,7 +252,8 @@ def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
 
 
 FUSED_SUM = "fuse_all_reduce_rms_norm"
-DEFAULT_PASSES = ("fuse_add_rms_norm", FUSED_SUM)
+FUSED_QUANTIZER = "fuse_rms_norm_quantize"
+DEFAULT_PASSES = ("fuse_add_rms_norm", FUSED_SUM, FUSED_QUANTIZER)
 
 
 def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
@@ -260,7 +261,11 @@ def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
     that a norm is on a GPU."""
     if config.passes is not None:
         return config.passes
-    return () if config.has_inductor and facts.is_cpu else DEFAULT_PASSES
+    if config.has_inductor and facts.is_cpu:
+        return ()
+    # A sum in user buffers has no form that quantizes.
+    left_out = (FUSED_QUANTIZER,) if config.enable_userbuffers else ()
+    return tuple(name for name in DEFAULT_PASSES if name not in left_out)
 
 
 _NO_INDUCTOR = "where Inductor compiles (use_inductor=false runs pieces as they were traced)"
@@ -299,6 +304,8 @@ def _enable_userbuffers(config: CompilationConfig, facts: _Facts) -> bool:
         wanted = f"false {_NO_INDUCTOR}"
     elif FUSED_SUM not in _passes(config, facts):
         wanted = f"false without {FUSED_SUM} among compilation.passes"
+    elif FUSED_QUANTIZER in _passes(config, facts):
+        wanted = f"false with {FUSED_QUANTIZER} among compilation.passes"
     else:
         return True
     raise FieldError(field, wanted, True)

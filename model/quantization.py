@@ -1,7 +1,7 @@
 """What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of
 DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them.
 
-What a rank makes integers of, whatever the checkpoint has, is `Integers`."""
+What a rank makes of weights, whatever the checkpoint has, is `Integers` or `Float8`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from compile.errors import FieldError, Words
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
-WeightFormat = Literal["auto", "int8", "int4"]
-"""What linear layers hold on a CPU: numbers of the model's dtype, or integers."""
+WeightFormat = Literal["auto", "int8", "int4", "fp8"]
+"""What linear layers hold: numbers of the model's dtype, FP8 numbers or, on a CPU, integers."""
 MOST_SHARE = 128
 """Inputs of a group of 4-bit integers."""
 _KV = "kv_cache_scheme"
@@ -60,18 +60,35 @@ class Integers:
     group: int
 
 
-def integers_for(held: WeightFormat, num_inputs: int) -> Integers | None:
-    """Return how a layer with so many inputs on this rank holds its weight, None as it is read: 8
+@dataclass(frozen=True)
+class Float8:
+    """What a weight is held as: e4m3, with a scale for each output. Its inputs are rounded, too."""
+
+
+FP8_MULTIPLE = 16
+"""Of which inputs and outputs are, where a GPU multiplies FP8."""
+
+
+def form_for(
+    held: WeightFormat, num_inputs: int, num_outputs: int, *, is_gpu: bool
+) -> Integers | Float8 | None:
+    """Return how a layer of such a size on this rank holds its weight, None as it is read: FP8, 8
     bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as many of
-    120, 112 and so on as divide the inputs. A FieldError if none does."""
+    120, 112 and so on as divide the inputs. A FieldError if it cannot."""
     if held == "auto":
         return None
+    if held == "fp8":
+        if is_gpu and (num_inputs % FP8_MULTIPLE or num_outputs % FP8_MULTIPLE):
+            wanted = f"auto where inputs or outputs of layers are no multiple of {FP8_MULTIPLE}"
+            found = f"fp8, {num_inputs} inputs and {num_outputs} outputs"
+            raise FieldError("quantization", wanted, Words(found))
+        return Float8()
     if held == "int8" or num_inputs <= MOST_SHARE:
         return Integers(8 if held == "int8" else 4, num_inputs)
     for group in range(MOST_SHARE, 0, -8):
         if num_inputs % group == 0:
             return Integers(4, group)
-    wanted = f"auto or int8 where layers have over {MOST_SHARE} inputs, and no multiple of 8"
+    wanted = f"auto, fp8 or int8 where layers have over {MOST_SHARE} inputs, and no multiple of 8"
     raise FieldError("quantization", wanted, Words(f"int4 and {num_inputs} inputs"))
 
 

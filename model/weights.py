@@ -337,8 +337,8 @@ def load_model(
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
     FieldError if the checkpoint cannot be used, or not by this many ranks. `has_fp8_kv`: its KV
-    cache will be FP8, and attention gets its scales. `quantization`: what linear layers hold, on a
-    CPU. `has_mtp`: with its MTP layer."""
+    cache will be FP8, and attention gets its scales. `quantization`: what linear layers hold.
+    `has_mtp`: with its MTP layer."""
     place = Placement(dtype, torch.device(device), shard, quantization)
     model, config = _described_model(checkpoint_dir, place, has_mtp=has_mtp)
     load_weights(model, checkpoint_dir, progress)
@@ -371,6 +371,17 @@ def blank_model(
     return model.eval(), config
 
 
+def _check_fp8_on(gpu: torch.device, config: ModelConfig) -> None:
+    """Refuse FP8 products that a GPU cannot compute, by name."""
+    if config.experts is not None:
+        wanted = "auto for a model with experts on a GPU, whose kernels take numbers of dtype"
+        raise FieldError("quantization", wanted, "fp8")
+    major, minor = torch.cuda.get_device_capability(gpu)
+    if (major, minor) < (8, 9):
+        wanted = "auto on a GPU before sm_89, which does not multiply FP8"
+        raise FieldError("quantization", wanted, Words(f"fp8 on sm_{major}{minor}"))
+
+
 def _described_model(
     checkpoint_dir: Path | str, place: Placement, *, has_mtp: bool = False
 ) -> tuple[CausalLM, ModelConfig]:
@@ -386,6 +397,8 @@ def _described_model(
     if config.quantization:
         layout, name = config.quantization.layout, str(place.dtype).removeprefix("torch.")
         log.info("weights that are stored as %s are computed in %s", layout, name)
+    if place.quantization == "fp8" and place.device.type == "cuda":
+        _check_fp8_on(place.device, config)
     if place.quantization != "auto":
         log.info("weights of linear layers are held as %s", place.quantization)
     # A configuration that is not its checkpoint's may describe a model larger than memory, so the

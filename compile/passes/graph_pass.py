@@ -225,7 +225,16 @@ class Cast:
     name: str = ""
 
 
-Pattern = Bind | Scalar | Op | Cast
+@dataclass(frozen=True)
+class Result:
+    """One of several results of an op, by its index."""
+
+    of: Op
+    index: int
+    name: str = ""
+
+
+Pattern = Bind | Scalar | Op | Cast | Result
 Match = dict[str, Any]
 """What each name stands for: nodes and numbers. The empty name holds the matched nodes."""
 
@@ -266,6 +275,8 @@ def _match(pattern: Pattern, found: Any, match: Match) -> Iterator[Match]:
         yield from _match_op(pattern, found, match)
     elif isinstance(pattern, Cast):
         yield from _match_cast(pattern, found, match)
+    elif isinstance(pattern, Result):
+        yield from _match_result(pattern, found, match)
     elif isinstance(found, Node if isinstance(pattern, Bind) else (int, float, str)):
         yield from _bound(pattern.name, found, match)
 
@@ -287,6 +298,15 @@ def _match_cast(pattern: Cast, found: Any, match: Match) -> Iterator[Match]:
         kind, args = operation(found)
         if kind == "cast":
             yield from _match(pattern.inner, args[0], inside | {"": (*inside[""], found)})
+
+
+def _match_result(pattern: Result, found: Any, match: Match) -> Iterator[Match]:
+    if not isinstance(found, Node) or found.target is not operator.getitem:
+        return
+    of, index = found.args
+    if index == pattern.index:
+        for inside in _bound(pattern.name, found, match | {"": (*match[""], found)}):
+            yield from _match(pattern.of, of, inside)
 
 
 def _match_all(

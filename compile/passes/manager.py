@@ -16,6 +16,7 @@ from compile.errors import FieldError
 from compile.passes.aten import functional
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from compile.passes.fuse_all_reduce_rms_norm import FuseAllReduceRMSNorm
+from compile.passes.fuse_rms_norm_quantize import FuseRMSNormQuantize
 from compile.passes.graph_pass import GraphPass
 from compile.passes.reinplace import reinplace
 from compile.passes.storages import Storages
@@ -25,7 +26,7 @@ from compile.passes.user_buffers import use_user_buffers
 logger = logging.getLogger(__name__)
 
 PASSES: dict[str, Callable[[], GraphPass]] = {
-    entry.name: entry for entry in (FuseAddRMSNorm, FuseAllReduceRMSNorm)
+    entry.name: entry for entry in (FuseAddRMSNorm, FuseAllReduceRMSNorm, FuseRMSNormQuantize)
 }
 """Every pass by the name that `compilation.passes` lists it under."""
 

@@ -32,7 +32,8 @@ from compile.passes.stream_ops import (
 EXPERTS_COST, PRODUCT_COST, OTHER_COST = 20, 10, 1
 _EXPERTS = {f"{LIBRARY}::routed_experts"}
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_scaled_mm", "_int_mm"}
-_PRODUCTS |= {"packed_linear", "packed_rows", "unified_attention_with_output", "mla_attention"}
+_PRODUCTS |= {"packed_linear", "packed_rows", "scaled_linear"}
+_PRODUCTS |= {"unified_attention_with_output", "mla_attention"}
 
 Key = int | str
 """What only one node at a time may write into: memory, or a group of ranks by its name. Collectives

@@ -19,11 +19,18 @@ import torch
 import torch.nn.functional as F
 
 from compile.errors import FieldError
-from model.kernels.cpu.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
+from compile.passes.quantizers import quantize_fp8_per_token
+from model.kernels.cpu.packed_linear import (
+    PackedWeight,
+    can_pack,
+    packed_linear,
+    packed_rows,
+    scaled_linear,
+)
 from model.layers.lora import lora_add
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
-from model.quantization import integers_for
+from model.quantization import Float8, form_for
 
 
 class Linear(WeightedLayer):
@@ -41,7 +48,8 @@ class Linear(WeightedLayer):
     ) -> None:
         super().__init__(place)
         is_held_as = place.quantization if self.is_quantizable else "auto"
-        self._integers = integers_for(is_held_as, in_features)
+        is_gpu = place.device.type == "cuda"
+        self._form = form_for(is_held_as, in_features, out_features, is_gpu=is_gpu)
         self.weight = self.declare(out_features, in_features)
         self.bias = self.declare(out_features) if bias else None
         for name in ("handle", "lora_a", "lora_b"):
@@ -51,8 +59,8 @@ class Linear(WeightedLayer):
         self._out_features = out_features
 
     def loaded(self, name: str) -> None:
-        if name == "weight" and (self._integers or can_pack(self.dtype, self.device)):
-            self.replace_weight(PackedWeight(self.weight, self._integers))
+        if name == "weight" and (self._form or can_pack(self.dtype, self.device)):
+            self.replace_weight(PackedWeight(self.weight, self._form))
 
     def replace_weight(self, packed: PackedWeight) -> None:
         """Compute with a packed weight from now on, and free the plain one."""
@@ -83,6 +91,9 @@ class Linear(WeightedLayer):
         out: torch.Tensor
         if self.handle is None:
             out = F.linear(x, self.weight, bias)
+        elif isinstance(self._form, Float8):
+            rounded = quantize_fp8_per_token(x)
+            out = scaled_linear(*rounded, self.handle, bias, self._out_features, x.dtype)
         else:
             out = packed_linear(x, self.handle, bias, self._out_features)
         if self.lora_a is not None:

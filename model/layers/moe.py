@@ -32,7 +32,7 @@ from model.kernels.dispatch import kernels_for
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
-from model.quantization import integers_for
+from model.quantization import form_for
 
 CHUNK_TOKENS = 4096
 """Of each data-parallel rank at once: what all ranks' tokens take here is bounded."""
@@ -88,7 +88,9 @@ class ExpertWeights(WeightedLayer):
         """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each."""
         super().__init__(place)
         self._own = place.shard.own_experts(num_experts)
-        self._integers = integers_for(place.quantization, in_features)
+        self._form = form_for(
+            place.quantization, in_features, len(parts) * out_features, is_gpu=False
+        )
         self.weight = self.declare(len(self._own), len(parts) * out_features, in_features)
         self.register_buffer("handles", None, persistent=False)
         self._packed: list[PackedWeight] = []
@@ -101,8 +103,8 @@ class ExpertWeights(WeightedLayer):
         return self.weight if self.handles is None else self.handles
 
     def loaded(self, name: str) -> None:
-        if self._integers or can_pack(self.dtype, self.device):
-            self._packed = [PackedWeight(matrix, self._integers) for matrix in self.weight]
+        if self._form or can_pack(self.dtype, self.device):
+            self._packed = [PackedWeight(matrix, self._form) for matrix in self.weight]
             self.handles = torch.stack([packed.handle for packed in self._packed])
             self.weight = self.declare(*self.weight.shape)
 

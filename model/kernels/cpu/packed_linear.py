@@ -1,4 +1,5 @@
-"""Linear layers over weights that are packed for the CPU, as two opaque ops.
+"""Linear layers over weights that are packed for the CPU, and of FP8 ones on a GPU too, as opaque
+ops.
 
 An op's argument is a *handle*, a tensor that holds an index into this process's table of packed
 weights: layers of equal shape so become equal pieces of a graph.
@@ -15,6 +16,8 @@ built, never by a measurement, so a restart on the same machine rounds as the la
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
 4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies.
    Without the kernels a weight becomes float32 for each product.
+5. FP8 numbers with scales lie in the table as torch multiplies them (`scaled_linear.py`). Layers
+   round their inputs first, by an op of its own, so that passes can see it.
 
 What the kernel makes of a row does not depend on the rows beside it, to the bit.
 
@@ -41,9 +44,12 @@ import torch.nn.functional as F
 
 from compile.custom_op import direct_register_custom_op
 from compile.graphs.boundary import active, boundary
+from compile.passes.quantizers import quantize_fp8_per_token
 from model.kernels.cpu.native import int64_array, native_function, native_library
+from model.kernels.scaled_linear import ScaledWeight, scaled_weight
+from model.kernels.scaled_linear import scaled_linear as scaled_product
 from model.kernels.sparse_mlp import Products
-from model.quantization import Integers
+from model.quantization import Float8, Integers
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 KERNEL_ROWS = 64
@@ -71,6 +77,8 @@ class _Entry:
     sizes: ctypes.Array[ctypes.c_int64] | None
     kernel_rows: int
     integers: Integers | None = None
+    scaled: ScaledWeight | None = None
+    """All there is of FP8 numbers."""
 
     @property
     def kernel(self) -> str:
@@ -86,12 +94,15 @@ _indices = itertools.count()
 class PackedWeight:
     """Owns an entry of the table: it goes when its owner does."""
 
-    def __init__(self, weight: torch.Tensor, integers: Integers | None = None) -> None:
-        """Pack a weight [O, I], as integers if they are given; the plain one is not kept."""
+    def __init__(self, weight: torch.Tensor, form: Integers | Float8 | None = None) -> None:
+        """Pack a weight [O, I], in a form if one is given; the plain one is not kept."""
         index = next(_indices)
-        self.handle = torch.tensor(index)
-        packed, tiles, rows = None, None, sys.maxsize
-        if integers is not None:
+        self.handle = torch.tensor(index, device=weight.device)
+        packed, tiles, rows, scaled = None, None, sys.maxsize, None
+        integers = form if isinstance(form, Integers) else None
+        if isinstance(form, Float8):
+            scaled = scaled_weight(weight)
+        elif integers is not None:
             tiles = _pack_integers(weight, integers)
             if native_function("quantized_linear", weight.dtype) is None:
                 rows = 0
@@ -102,7 +113,7 @@ class PackedWeight:
             tiles = _tiles_of(packed, weight)
             rows = _kernel_rows(tiles)
         sizes = None if tiles is None else _sizes(tiles, weight, integers)
-        entry = _Entry(weight.shape[0], packed, tiles, sizes, rows, integers)
+        entry = _Entry(weight.shape[0], packed, tiles, sizes, rows, integers, scaled)
         _table[index] = _entry_at[self.handle.data_ptr()] = entry
         # It keeps the handle: as long as the address is in the table, it is the handle's.
         weakref.finalize(self, _forget, index, self.handle)
@@ -279,6 +290,7 @@ def packed_linear_into(
 ) -> torch.Tensor:
     """Return what `packed_linear` does, in `out` [T, O] if that is given."""
     entry = _entry(handle)
+    assert entry.scaled is None
     if x.shape[0] <= entry.kernel_rows:
         return _product(x, entry, bias, out)
     # What oneDNN packed has no address: a graph's call holds the handle.
@@ -296,7 +308,29 @@ def _opaque_product(
 def packed_products(handles: torch.Tensor) -> Products:
     """Return products with weights whose handles are int64 [Xr], for the inside of opaque ops."""
     entries = [_table[index] for index in handles.tolist()]
-    return lambda rows, expert: _product(rows, entries[expert], None)
+    return lambda rows, expert: _rounded_product(rows, entries[expert])
+
+
+def _rounded_product(x: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    """Multiply rows, which are rounded first if the weight is FP8."""
+    if entry.scaled is None:
+        return _product(x, entry, None)
+    return scaled_product(*quantize_fp8_per_token(x), entry.scaled, None, x.dtype)
+
+
+def _scaled_linear(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    handle: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply e4m3 [T, I], times float32 [T, 1], with the FP8 weight of `handle`. Returns
+    [T, O]."""
+    scaled = _entry(handle).scaled
+    assert scaled is not None
+    return scaled_product(numbers, scales, scaled, bias, dtype)
 
 
 def _product(
@@ -340,6 +374,11 @@ packed_linear = direct_register_custom_op(
     _packed_linear,
     fake_impl=lambda x, handle, bias, n: x.new_empty(x.shape[0], n),
     is_composite=True,
+)
+scaled_linear = direct_register_custom_op(
+    "scaled_linear",
+    _scaled_linear,
+    fake_impl=lambda q, scales, handle, bias, n, dtype: q.new_empty(q.shape[0], n, dtype=dtype),
 )
 packed_rows = direct_register_custom_op(
     "packed_rows",
