@@ -23,6 +23,7 @@ from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
 from model.parallel import Shard
+from model.quantization import WeightFormat
 from model.weights import load_model
 
 sys.path.append(str(Path(__file__).parent / "checkpoints"))  # of quantized weights
@@ -242,7 +243,8 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def load() -> Callable[..., tuple[CausalLM, ModelConfig]]:
     """Load a checkpoint in float32 on the CPU."""
 
-    def load_float32(path: Path, shard: Shard | None = None) -> Any:
-        return load_model(path, shard=shard or Shard(), dtype=torch.float32, device="cpu")
+    def load_float32(path: Path, shard: Shard | None = None, held: WeightFormat = "auto") -> Any:
+        shard = shard or Shard()
+        return load_model(path, shard=shard, dtype=torch.float32, device="cpu", quantization=held)
 
     return load_float32

@@ -20,6 +20,7 @@ from compile.resolve import DEFAULT_PASSES, StepLimits, resolve
 from compile.scope import CompileScope, compile_scope
 from model.kernels import dispatch
 from model.parallel import Shard
+from model.quantization import WeightFormat
 
 LAYERS, VOCAB = 2, 509
 TOLERANCE = 1e-4
@@ -79,11 +80,19 @@ def logits(paged: Any, model: Any) -> list[torch.Tensor]:
     return [each for step in steps for each in step.values()]
 
 
-def compare(load: Any, paged: Any, path: Path, shard: Shard, *, use_inductor: bool = True) -> float:
+def compare(
+    load: Any,
+    paged: Any,
+    path: Path,
+    shard: Shard,
+    *,
+    use_inductor: bool = True,
+    held: WeightFormat = "auto",
+) -> float:
     """Return how far the compiled forward of a rank is from the one that is written."""
-    wanted = logits(paged, load(path, shard)[0])
+    wanted = logits(paged, load(path, shard, held)[0])
     with compile_scope(scope(path, shard, use_inductor=use_inductor)):
-        compiled, _ = load(path, shard)
+        compiled, _ = load(path, shard, held)
     found = logits(paged, compiled)
     assert compiled.model.is_compiled
     pairs = zip(found, wanted, strict=True)
@@ -119,4 +128,23 @@ def test_two_gpus_sum_and_norm_in_one_op(
         errors = run_ranks(
             2, lambda shard: compare(load, paged, path, shard, use_inductor=use_inductor)
         )
+    assert max(errors) < TOLERANCE
+
+
+@pytest.mark.feature("O03")
+@pytest.mark.parametrize(
+    "use_inductor", [pytest.param(True, marks=pytest.mark.slow), False], ids=["inductor", "traced"]
+)
+def test_two_gpus_sum_norm_and_quantize_in_one_op(
+    use_inductor: bool, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
+) -> None:
+    """Each norm of a sum but the last, whose reader, the head, is no FP8 product."""
+    path, _ = make_checkpoint(**SMALL)
+    num_quantized = 2 * LAYERS - 1
+    with counter.expect(num_pass_matches=2 * ((2 + 1) * LAYERS + num_quantized)):
+        errors = run_ranks(
+            2,
+            lambda shard: compare(load, paged, path, shard, use_inductor=use_inductor, held="fp8"),
+        )
+    # Fused or not, the same functions compute.
     assert max(errors) < TOLERANCE

@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from cluster.group.membership import make_group
 from compile.context import ForwardContext, KVCacheTensor, forward_context
+from compile.passes.quantizers import quantize_fp8_per_token
 from model.config import Latent
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.latent_attention import LatentAttention
 from model.parallel import Placement, Shard
+from model.quantization import Float8
 
 T, E, H, HKV, D = 5, 48, 4, 2, 8
 ROUTE = (torch.linspace(-1, 1, 6), 3, 2, 1.5)
@@ -95,6 +97,12 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "all_reduce": [(x, shard.group_name)],
         "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "quantize_fp8_per_token": [(x,), (wide,), (x[:0],)],
+        "scaled_linear": [],
+        "fused_add_rms_norm_fp8": [(x, x.clone(), weight, 1e-5)],
+        "fused_add_rms_norm_out_fp8": [(wide, wide.clone(), weight, 1e-5)],
+        "all_reduce_add_rms_norm_fp8": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "all_reduce_add_rms_norm_out_fp8": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "copy_to_user_buffers": [(x, shard.group_name), (wide, shard.group_name)],
         "mm_to_user_buffers": [(x, torch.randn(E, 32, dtype=dtype), shard.group_name)],
         "packed_linear_to_user_buffers": [],
@@ -104,6 +112,11 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
         "": [],
     }
+    scaled = PackedWeight(torch.randn(32, E, dtype=dtype), Float8())
+    for bias in (None, torch.randn(32, dtype=dtype)):
+        rounded = quantize_fp8_per_token(x)
+        found["scaled_linear"].append((*rounded, scaled.handle, bias, 32, dtype))
+    found[""].append((scaled,))
     if can_pack(dtype, torch.device("cpu")):
         _add_packed(found, x, shard.group_name)
     return found

@@ -331,6 +331,9 @@ def test_kv_is_fp8_where_it_is_asked_for_or_the_checkpoint_is_made_for_it(
     assert len({hashes_of(raw) for raw in same}) == 1
 
 
+HELD = ("int8", "int4", "fp8")
+
+
 @pytest.mark.feature("S08", "X08")
 def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
     """Each rounds its part of a layer's inputs."""
@@ -340,7 +343,7 @@ def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
         return hashes_of({"device": "cpu", "quantization": kind, **sizes})[0]
 
     assert numerics(1, "auto") == numerics(2, "auto")
-    assert len({numerics(size, kind) for size in (1, 2) for kind in ("int8", "int4")}) == 4
+    assert len({numerics(size, kind) for size in (1, 2) for kind in HELD}) == 6
 
 
 @pytest.mark.feature("T05", "D04")
@@ -517,10 +520,14 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             ({"kv_cache_dtype": kind}, "kv_cache_dtype: wanted auto, fp8 or fp8_e4m3, found")
             for kind in ("fp8_e5m2", "fp8_inc", "int8", "bfloat16")
         ),
-        ({"quantization": "fp8"}, "quantization: wanted auto, int8 or int4, found 'fp8'"),
+        ({"quantization": "fp4"}, "quantization: wanted auto, int8, int4 or fp8, found 'fp4'"),
         (
             {"device": "cuda", "quantization": "int4"},
-            "quantization: wanted auto with device=cuda (kernels for integers are built for CPUs",
+            "quantization: wanted auto or fp8 with device=cuda (kernels for integers are built for",
+        ),
+        (
+            {"device": "cuda", "quantization": "fp8", "dtype": "float16"},
+            "dtype: wanted bfloat16 with device=cuda and quantization=fp8, whose products are, found",
         ),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
         ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),

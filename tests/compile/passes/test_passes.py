@@ -19,6 +19,7 @@ from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm, add_rms_norm, fused_add_rms_norm
+from compile.passes.fuse_rms_norm_quantize import FuseRMSNormQuantize
 from compile.passes.graph_pass import (
     Bind,
     Cast,
@@ -33,6 +34,7 @@ from compile.passes.graph_pass import (
     writes,
 )
 from compile.passes.manager import PASSES, PassManager
+from compile.passes.quantizers import quantize_fp8_per_token
 from model.kernels import dispatch, elementwise
 
 
@@ -270,6 +272,68 @@ def test_a_norm_whose_parts_are_used_elsewhere_keeps_them() -> None:
     module.recompile()
     for found, wanted in zip(module(*args), leaks(*args), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+# --- the norm that is quantized ------------------------------------------------------------------
+
+
+def quantized(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return *quantize_fp8_per_token(normed), summed
+
+
+def quantized_twice(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    first, second = quantize_fp8_per_token(normed), quantize_fp8_per_token(normed)
+    return first[0].float() * second[1], second[0], normed * 2, summed
+
+
+def without_the_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    normed, _ = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return quantize_fp8_per_token(normed)
+
+
+@pytest.mark.feature("O03")
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (quantized, "fused_add_rms_norm_fp8"),
+        (quantized_twice, "fused_add_rms_norm_out_fp8"),
+        (without_the_sum, "fused_add_rms_norm_fp8"),
+    ],
+)
+@DTYPES
+def test_a_norm_and_what_quantizes_it_are_one_op(
+    graph_of: Any, function: Any, op: str, dtype: torch.dtype
+) -> None:
+    """The op returns the norm as well if something else reads it, and quantizes it once."""
+    args = arguments(dtype)
+    module = graph_of(function, *args)
+    assert FuseRMSNormQuantize()(module.graph) == 1
+    module.graph.lint()
+    module.recompile()
+    called = [node for node in module.graph.nodes if "lockstep" in str(node.target)]
+    assert [node.target for node in called] == [getattr(torch.ops.lockstep, op).default]
+    shapes = [each.shape for each in called[0].meta.get("val", called[0].meta.get("example_value"))]
+    assert shapes == [each.shape for each in called[0].target(*args, 1e-5)]
+    inputs = [named(args, node) for node in module.graph.find_nodes(op="placeholder")]
+    for found, wanted in zip(module(*inputs), function(*args), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+
+
+def quantizes_the_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return normed, *quantize_fp8_per_token(summed)
+
+
+def quantizes_a_plain_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    return *quantize_fp8_per_token(norm(x, weight)), residual
+
+
+@pytest.mark.parametrize("function", [quantizes_the_sum, quantizes_a_plain_norm])
+def test_what_quantizes_something_else_stays(graph_of: Any, function: Any) -> None:
+    module = graph_of(function, *arguments(torch.float32))
+    assert FuseRMSNormQuantize()(module.graph) == 0
 
 
 # --- the manager ---------------------------------------------------------------------------------

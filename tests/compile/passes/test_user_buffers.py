@@ -24,7 +24,7 @@ from compile.config import CompilationConfig
 from compile.errors import FieldError
 from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
 from compile.passes.user_buffers import use_user_buffers
-from compile.resolve import StepLimits, resolve
+from compile.resolve import DEFAULT_PASSES, StepLimits, resolve
 from model import parallel
 from model.kernels.cpu.communicator import ShmCommunicator, can_share, memory_bytes
 
@@ -162,6 +162,11 @@ def test_what_is_copied_and_what_is_gathered(layers: list[str], copies: int, fin
         ({"use_inductor": True}, "cpu", "false where Inductor compiles"),
         ({"use_inductor": False}, "cuda", "false with device=cuda"),
         ({"use_inductor": False, "passes": []}, "cpu", "false without fuse_all_reduce_rms_norm"),
+        (
+            {"use_inductor": False, "passes": DEFAULT_PASSES},
+            "cpu",
+            "false with fuse_rms_norm_quantize",
+        ),
     ],
 )
 def test_where_nothing_can_use_them_they_are_refused(
