@@ -59,14 +59,14 @@ def _traced_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def scope(path: Path, shard: Shard, *, use_inductor: bool) -> CompileScope:
+def scope(path: Path, shard: Shard, held: WeightFormat, *, use_inductor: bool) -> CompileScope:
     """Return the scope of a rank whose configuration is a GPU's, but for its graphs."""
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=32)
     given = CompilationConfig(level=2, use_inductor=use_inductor)
     config = resolve(given, limits, device="cuda")
     assert config.passes == DEFAULT_PASSES and config.use_inductor == use_inductor
     pools = GraphPools(partial(new_graph_pool, torch.device("cpu")))
-    factors = {"model": str(path), "group": shard.group_name}
+    factors = {"model": str(path), "group": shard.group_name, "quantization": held}
     return CompileScope(config, tp_rank=shard.rank, key_factors=factors, pools=pools)
 
 
@@ -91,7 +91,7 @@ def compare(
 ) -> float:
     """Return how far the compiled forward of a rank is from the one that is written."""
     wanted = logits(paged, load(path, shard, held)[0])
-    with compile_scope(scope(path, shard, use_inductor=use_inductor)):
+    with compile_scope(scope(path, shard, held, use_inductor=use_inductor)):
         compiled, _ = load(path, shard, held)
     found = logits(paged, compiled)
     assert compiled.model.is_compiled
