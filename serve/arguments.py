@@ -248,7 +248,7 @@ class DeployArgs(EngineArgs, frozen=True):
     """`int8` or `int4`: on a CPU, linear layers of attention and MLPs, experts too, hold integers
     with scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
     tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
-    `fp8`, on a GPU from sm_89 on too: half the memory, and the inputs of these layers are rounded as
+    `fp8`, on a GPU from sm_89 on too: half the memory; inputs of these layers are rounded as
     well, each token by a scale of its own. Embeddings, head and routers stay as they are. `auto`:
     numbers of `dtype`."""
     kv_cache_dtype: KVCacheDtype = "auto"

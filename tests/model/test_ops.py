@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cluster.group.membership import make_group
 from compile.context import ForwardContext, KVCacheTensor, forward_context
-from compile.passes.quantizers import quantize_fp8_per_token
+from compile.passes.quantizers import FP8, quantize_fp8_per_token
 from model.config import Latent
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers.attention import Attention, AttentionMetadata
@@ -25,6 +25,7 @@ T, E, H, HKV, D = 5, 48, 4, 2, 8
 ROUTE = (torch.linspace(-1, 1, 6), 3, 2, 1.5)
 LATENT = Latent(None, kv_rank=10, nope_dim=7, rope_dim=6, v_dim=9, is_interleaved=True, scale=0.4)
 DTYPES = (torch.float32, torch.bfloat16)
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 LIST_OPS = """
 import torch
@@ -156,7 +157,10 @@ def test_torch_finds_nothing_wrong_with_any_op(shard: Shard, dtype: torch.dtype)
     kept = named.pop("")
     for name, calls in named.items():
         for args in calls:
-            torch.library.opcheck(getattr(torch.ops.lockstep, name).default, args)
+            op = getattr(torch.ops.lockstep, name).default
+            # Torch cannot multiply FP8 numbers, so its check of writes cannot compare them.
+            is_short = any(getattr(arg, "dtype", None) == FP8 for arg in args)
+            torch.library.opcheck(op, args, test_utils=CHECKS[is_short:])
     del kept
 
 

@@ -527,7 +527,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ),
         (
             {"device": "cuda", "quantization": "fp8", "dtype": "float16"},
-            "dtype: wanted bfloat16 with device=cuda and quantization=fp8, whose products are, found",
+            "dtype: wanted bfloat16 with device=cuda and quantization=fp8, whose products are",
         ),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
         ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),

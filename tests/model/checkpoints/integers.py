@@ -38,7 +38,7 @@ def rounded(weight: torch.Tensor, held: str, ranks: int = 1) -> torch.Tensor:
 
 
 def rounded_fp8(rows: torch.Tensor, ranks: int = 1) -> torch.Tensor:
-    """Return what [..., I] becomes where the largest of a row, or of a rank's part of it, is 448."""
+    """Return what [..., I] becomes where the largest of a row, or of its part on a rank, is 448."""
     parts = []
     for part in rows.float().chunk(ranks, -1):
         scales = part.abs().amax(-1, keepdim=True) / 448
