@@ -178,7 +178,8 @@ def _replacing(fused: _Fused) -> Callable[[torch.fx.Graph, Match], None]:
         new.meta["val" if "val" in base.meta else "example_value"] = values
         for twin in twins:
             for user in list(twin.users):
-                user.args = (new, has_norm + user.args[1])
+                index: Any = user.args[1]
+                user.args = (new, has_norm + index)
             if twin is not quantized:
                 graph.erase_node(twin)
         for user in list(base.users):

@@ -25,7 +25,12 @@ T, E, H, HKV, D = 5, 48, 4, 2, 8
 ROUTE = (torch.linspace(-1, 1, 6), 3, 2, 1.5)
 LATENT = Latent(None, kv_rank=10, nope_dim=7, rope_dim=6, v_dim=9, is_interleaved=True, scale=0.4)
 DTYPES = (torch.float32, torch.bfloat16)
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 LIST_OPS = """
 import torch

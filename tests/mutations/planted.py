@@ -432,6 +432,24 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "A norm of which numbers are made is quantized by an op of its own (O03).",
+        "compile/passes/fuse_rms_norm_quantize.py",
+        {"is_by_index and is_named and not any(": "not is_named and not any("},
+        (
+            "tests/compile/passes/test_passes.py::"
+            "test_a_norm_and_what_quantizes_it_are_one_op[torch-float32-quantized-fused_add_rms_norm_fp8]",
+        ),
+    ),
+    Mutation(
+        "The inputs of FP8 weights are rounded by one scale for all tokens (S08).",
+        "compile/passes/quantizers.py",
+        {"wide.abs().amax(-1, keepdim=True)": "wide.abs().amax().expand(*x.shape[:-1], 1)"},
+        (
+            "tests/model/test_integers.py::"
+            "test_fp8_products_are_those_of_rounded_weights_and_inputs[dtype0-True]",
+        ),
+    ),
+    Mutation(
         "The board of artifacts is placed among a replica's ranks, where it cannot be (P12).",
         "cluster/actors/artifact_board.py",
         {', scheduling_strategy="DEFAULT"': ""},

@@ -315,7 +315,8 @@ def _rounded_product(x: torch.Tensor, entry: _Entry) -> torch.Tensor:
     """Multiply rows, which are rounded first if the weight is FP8."""
     if entry.scaled is None:
         return _product(x, entry, None)
-    return scaled_product(*quantize_fp8_per_token(x), entry.scaled, None, x.dtype)
+    numbers, scales = quantize_fp8_per_token(x)
+    return scaled_product(numbers, scales, entry.scaled, None, x.dtype)
 
 
 def _scaled_linear(

@@ -17,8 +17,8 @@ TIE_GAP = 1e-4
 MAX_TIES = 1 / 500
 """Ties per compared token; more would hide something."""
 FP8_TIE_GAP, FP8_MAX_TIES = 2e-2, 1 / 100
-"""Where KV is FP8: what another order of summation changes in the last bit may tip a key over to
-the next number, a sixteenth further."""
+"""Where KV or weights are FP8: what another order of summation changes in the last bit may tip a key, or
+an input, over to the next number, a sixteenth further."""
 
 
 def shape(sizes: tuple[int, int, int], **fields: Any) -> dict[str, Any]:
@@ -328,11 +328,17 @@ class Oracle:
     num_ties: int = 0
     has_fp8_kv: bool = False
     """Whether it answers as if its cache were FP8."""
+    has_fp8_inputs: bool = False
+    """Whether it rounds what linear layers multiply."""
     adapters: list[Path] = field(default_factory=list)
     merged: list[Any] = field(default_factory=list)
     """The model with each of its adapters added to its weights."""
     mtp: Any = None
     """What the layer behind the model says, if there is one."""
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.has_fp8_kv or self.has_fp8_inputs
 
     def write_adapters(self) -> None:
         from adapters import two_adapters
@@ -349,7 +355,7 @@ class Oracle:
             for each in merged:
                 for weight, plain, found in zip(*parameters(each, self.model, model), strict=True):
                     weight += found - plain
-        return replace(self, model=model, merged=merged)
+        return replace(self, model=model, merged=merged, has_fp8_inputs=held == "fp8")
 
     @torch.inference_mode()
     def check_greedy(self, prompt: list[int], output: list[int], lora: int = 0) -> None:
@@ -365,7 +371,7 @@ class Oracle:
             if choice[position] == token:
                 continue
             gap = float(best[position] - logits[position, token])
-            assert gap < (FP8_TIE_GAP if self.has_fp8_kv else TIE_GAP), (
+            assert gap < (FP8_TIE_GAP if self.has_fp8 else TIE_GAP), (
                 f"output {position}: wanted token {int(choice[position])}, found {token}, "
                 f"whose logit is {gap:.2e} below"
             )
@@ -397,7 +403,7 @@ class Oracle:
 
     def report_ties(self) -> None:
         print(f"{self.num_compared} tokens compared, {self.num_ties} ties")
-        most = FP8_MAX_TIES if self.has_fp8_kv else MAX_TIES
+        most = FP8_MAX_TIES if self.has_fp8 else MAX_TIES
         assert self.num_ties <= max(1, self.num_compared * most)
 
 

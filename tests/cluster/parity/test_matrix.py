@@ -327,7 +327,11 @@ def adapted(row: Row, is_slow: bool = False) -> Any:
 
 
 def integers() -> Iterator[Any]:
-    """Linear layers hold integers: tokens are those of a model with the numbers they stand for."""
+    """Linear layers hold integers or FP8: tokens are those of a model with the numbers they stand
+    for."""
+    yield held("fp8", Row("six heads", "run down", mode=FULL))
+    yield held("fp8", Row("one kv head", "few", 2, mode=DECODE_ONLY), True)
+    yield held("fp8", Row("mixtral tied eight experts", "run down", 1, 2), True)
     for shape in COMPILED:
         yield held("int8", Row(shape, "everything"), shape in SLOW_COMPILED)
         yield held("int4", Row(shape, "run down", mode=FULL), shape not in BOTH_ATTENTIONS)
