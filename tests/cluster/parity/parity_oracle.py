@@ -17,8 +17,8 @@ TIE_GAP = 1e-4
 MAX_TIES = 1 / 500
 """Ties per compared token; more would hide something."""
 FP8_TIE_GAP, FP8_MAX_TIES = 2e-2, 1 / 100
-"""Where KV or weights are FP8: what another order of summation changes in the last bit may tip a key, or
-an input, over to the next number, a sixteenth further."""
+"""Where KV or weights are FP8: what another order of summation changes in the last bit may tip a
+key, or an input, over to the next number, a sixteenth further."""
 
 
 def shape(sizes: tuple[int, int, int], **fields: Any) -> dict[str, Any]:
