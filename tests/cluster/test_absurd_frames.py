@@ -271,10 +271,10 @@ def test_what_is_left_in_the_inbox_is_taken_without_a_knock(
 ) -> None:
     """More than is taken between two steps, sent at once to a leader that sleeps."""
     was_ms = leader_module.MAX_SLEEP_MS
-    monkeypatch.setattr(leader_module, "MAX_SLEEP_MS", 60_000)
+    monkeypatch.setattr(leader_module, "MAX_SLEEP_MS", 600_000)
     time.sleep(was_ms / 1000 + 0.1)  # now it sleeps for as long as that
     for _ in range(4 * MAX_INBOX_FRAMES):
         served.send(encode(Abort(["nobody"])))
     began = time.monotonic()
     served.check()
-    assert time.monotonic() - began < 30, "less than a leader sleeps"
+    assert time.monotonic() - began < 300, "less than a leader sleeps"

@@ -272,7 +272,7 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(
                 began = time.monotonic()
                 while end.recv(64):
                     pass
-                assert 0.1 < time.monotonic() - began < 20
+                assert 0.1 < time.monotonic() - began < 120
 
 
 # --- processes of the application that are not meant ----------------------------------------------

@@ -289,7 +289,7 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
         raise errors[0]
     assert [line.split(":")[0] for line in log] == [f"ran epoch 2 step {n}" for n in (1, 2, 3)]
     print(f"{last!r} after {took:.3f} s")
-    assert took < 20
+    assert took < 120
     # One token of each sequence in each of the three steps; nothing of the fourth.
     wanted = {"a": 3, "b": 3}
     assert pair.tokens_told(wanted) == wanted

@@ -31,7 +31,7 @@ def test_what_does_not_end_is_named_and_left(caplog: pytest.LogCaptureFixture) -
     context = Unending()
     start = time.monotonic()
     assert not end_context(context, "leader decode", timeout_s=0.05)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert "leader decode: sockets have not ended in 0.05 s" in caplog.text
     let_go.set()
     while not context.closed:
