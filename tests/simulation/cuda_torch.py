@@ -339,6 +339,9 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
     def storage_of(pointer: int, _device: torch.device, num_bytes: int) -> torch.UntypedStorage:
         return construct(pointer, torch.device("cpu"), num_bytes)
 
+    def set_device(chosen: torch.device) -> None:
+        assert chosen == CUDA, f"{chosen}: there is one device"
+
     construct = torch._C._construct_storage_from_data_pointer
     stand_ins: dict[str, Any] = {
         "Stream": lambda *_: Stream(device),
@@ -348,6 +351,7 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         "set_stream": device.set_stream,
         "current_stream": lambda _=None: device.current,
         "default_stream": lambda _=None: device.default,
+        "set_device": set_device,
         "synchronize": device.synchronize,
         "graph_pool_handle": device.new_pool,
         "memory_snapshot": device.snapshot,
