@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cluster.actors.adapter_set import AdapterSet
+from cluster.actors.adapter_set import AdapterSet, LoadCall, UnloadCall
 from cluster.actors.reports import BoardSilent
 from cluster.config import EngineConfig
 from cluster.wire.messages import LoraAdapter
@@ -39,10 +39,8 @@ T = TypeVar("T")
 class AdapterBoard(Protocol):
     """What the status board does for it; either raises BoardSilent."""
 
-    async def load_adapter(
-        self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
-    ) -> AdapterSet: ...
-    async def unload_adapter(self, numerics_hash: str, name: str) -> AdapterSet | None: ...
+    async def load_adapter(self, call: LoadCall) -> AdapterSet: ...
+    async def unload_adapter(self, call: UnloadCall) -> AdapterSet | None: ...
 
 
 class AdapterLoading:
@@ -95,7 +93,7 @@ class AdapterLoading:
         content = await asyncio.to_thread(_checked, directory, self._max_rank)
         try:
             adapters = await self._board.load_adapter(
-                self._numerics_hash, name, path, content, self._max_loaded
+                LoadCall(self._numerics_hash, name, path, content, self._max_loaded)
             )
         except BoardSilent as error:
             raise _silent(error) from error
@@ -151,7 +149,7 @@ class AdapterLoading:
 
     async def _leave(self, name: str) -> bool:
         """Have the board let one leave; return whether it knows of one."""
-        adapters = await self._board.unload_adapter(self._numerics_hash, name)
+        adapters = await self._board.unload_adapter(UnloadCall(self._numerics_hash, name))
         if adapters is not None:
             self._models.see(adapters)
         return adapters is not None

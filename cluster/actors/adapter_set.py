@@ -16,8 +16,9 @@ the answer that it gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+from uuid import uuid4
 
 import msgspec
 
@@ -25,12 +26,38 @@ from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
 from compile.errors import FieldError, Words
 
 
+def _new_id() -> str:
+    return uuid4().hex
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """An ingress's wish that all of its numerics load an adapter, if there are fewer than
+    `max_loaded` yet. One whose answer is lost comes again, under the same id."""
+
+    numerics_hash: str
+    name: str
+    path: str
+    fingerprint: bytes
+    max_loaded: int
+    id: str = field(default_factory=_new_id)
+
+
+@dataclass(frozen=True)
+class UnloadCall:
+    """The same, that none of them offer one any more."""
+
+    numerics_hash: str
+    name: str
+    id: str = field(default_factory=_new_id)
+
+
 class AdapterEntry(msgspec.Struct, frozen=True):
     adapter: LoraAdapter
     left_at: int | None = None
     """The revision since which it is leaving; None: it is offered."""
     changed_by: str = ""
-    """The call that added or marked it. One whose answer got lost comes again, and finds this."""
+    """The id of the call that added or marked it."""
 
 
 class StoredAdapters(msgspec.Struct, frozen=True):
@@ -93,48 +120,41 @@ class AdapterSets:
             tuple(each.adapter for each in entries if each.left_at is not None),
         )
 
-    def add(
-        self,
-        numerics_hash: str,
-        name: str,
-        path: str,
-        fingerprint: bytes,
-        max_loaded: int,
-        call_id: str = "",
-    ) -> AdapterSet:
+    def add(self, call: LoadCall) -> AdapterSet:
         """Add one; a FieldError if its name is taken, or there are `max_loaded` already. One that
-        is leaving has its place until it is gone. A call that comes again does nothing more; one of
-        a release before has no id."""
-        found = self.of(numerics_hash)
-        if self._has_done(numerics_hash, call_id):
+        is leaving has its place until it is gone. A call that comes again does nothing more."""
+        found = self.of(call.numerics_hash)
+        if self._has_done(call):
             return found
-        if found.named(name) is not None:
-            raise FieldError("lora_name", "a name that is free", name)
-        if len(found.of_engines) >= max_loaded:
+        if found.named(call.name) is not None:
+            raise FieldError("lora_name", "a name that is free", call.name)
+        if len(found.of_engines) >= call.max_loaded:
             leaving = f" ({len(found.leaving)} of them until its last request ends)"
             words = f"{len(found.of_engines)}{leaving if found.leaving else ''}"
-            wanted = f"fewer than {max_loaded} that are loaded already (max_loras, those of "
+            wanted = f"fewer than {call.max_loaded} that are loaded already (max_loras, those of "
             raise FieldError("lora_name", wanted + "lora_modules taken off)", Words(words))
-        adapter = LoraAdapter(self._stored.next_id, name, path, fingerprint)
-        entries = (*self._entries(numerics_hash), AdapterEntry(adapter, None, call_id))
-        self._change(numerics_hash, entries, next_id=adapter.id + 1)
-        return self.of(numerics_hash)
+        adapter = LoraAdapter(self._stored.next_id, call.name, call.path, call.fingerprint)
+        entries = (*self._entries(call.numerics_hash), AdapterEntry(adapter, None, call.id))
+        self._change(call.numerics_hash, entries, next_id=adapter.id + 1)
+        return self.of(call.numerics_hash)
 
-    def mark(self, numerics_hash: str, name: str, call_id: str = "") -> AdapterSet | None:
-        """Let the one leave that is offered under a name; None if none is."""
-        if self._has_done(numerics_hash, call_id):
-            return self.of(numerics_hash)
-        if (adapter := self.of(numerics_hash).named(name)) is None:
+    def mark(self, call: UnloadCall) -> AdapterSet | None:
+        """Let the one leave that is offered under a name; None if none is. A call that comes again
+        does nothing more."""
+        found = self.of(call.numerics_hash)
+        if self._has_done(call):
+            return found
+        if (adapter := found.named(call.name)) is None:
             return None
         left_at = self._stored.revision + 1
         self._change(
-            numerics_hash,
+            call.numerics_hash,
             tuple(
-                AdapterEntry(each.adapter, left_at, call_id) if each.adapter is adapter else each
-                for each in self._entries(numerics_hash)
+                AdapterEntry(each.adapter, left_at, call.id) if each.adapter is adapter else each
+                for each in self._entries(call.numerics_hash)
             ),
         )
-        return self.of(numerics_hash)
+        return self.of(call.numerics_hash)
 
     def sweep(self, living: Iterable[AdapterUser]) -> None:
         """Forget what leaves and nobody needs. living: the last reports of all ingresses that
@@ -150,9 +170,8 @@ class AdapterSets:
     def _entries(self, numerics_hash: str) -> tuple[AdapterEntry, ...]:
         return self._stored.sets.get(numerics_hash, ())
 
-    def _has_done(self, numerics_hash: str, call_id: str) -> bool:
-        entries = self._entries(numerics_hash)
-        return bool(call_id) and any(each.changed_by == call_id for each in entries)
+    def _has_done(self, call: LoadCall | UnloadCall) -> bool:
+        return any(each.changed_by == call.id for each in self._entries(call.numerics_hash))
 
     def _change(
         self, numerics_hash: str, entries: tuple[AdapterEntry, ...], next_id: int | None = None

@@ -18,12 +18,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
-from uuid import uuid4
 
 import ray
 from ray.util.metrics import Gauge
 
-from cluster.actors.adapter_set import AdapterSet, AdapterSets
+from cluster.actors.adapter_set import AdapterSet, AdapterSets, LoadCall, UnloadCall
 from cluster.actors.gcs_store import KeptAdapters, KeptTotals
 from cluster.actors.reports import (
     BoardSilent,
@@ -61,7 +60,7 @@ holds for ingresses."""
 ANSWER_S = 3.0
 """How long the board may take to answer an ingress."""
 CHANGE_S = 30.0
-"""How long if it dies while it changes what all are to have: who asked should not have to guess."""
+"""How long if it dies while it loads or unloads an adapter: nobody should be left to guess."""
 AGAIN_S = 0.05
 """How often one that restarts is asked again."""
 USUAL_STATES = ("loading", "ready", "draining")
@@ -189,25 +188,17 @@ class StatusBoard:
             body["adapters"] = self._adapters.of(report.numerics_hash)
         return {**body, "leaders": leaders, "figures": self.figures() if is_watched else None}
 
-    def load_adapter(
-        self,
-        numerics_hash: str,
-        name: str,
-        path: str,
-        fingerprint: bytes,
-        max_loaded: int,
-        call_id: str = "",
-    ) -> AdapterSet | FieldError:
+    def load_adapter(self, call: LoadCall) -> AdapterSet | FieldError:
         """Have all of these numerics load an adapter; returns the error of what is refused, since
         Ray would wrap it."""
         try:
-            return self._adapters.add(numerics_hash, name, path, fingerprint, max_loaded, call_id)
+            return self._adapters.add(call)
         except FieldError as error:
             return error
 
-    def unload_adapter(self, numerics_hash: str, name: str, call_id: str = "") -> AdapterSet | None:
+    def unload_adapter(self, call: UnloadCall) -> AdapterSet | None:
         """Have one leave once its last request has ended; None if none is loaded by that name."""
-        return self._adapters.mark(numerics_hash, name, call_id)
+        return self._adapters.mark(call)
 
     def _sweep_adapters(self, now: float) -> None:
         self._forget_lost(now)
@@ -367,23 +358,19 @@ class IngressBoard:
         )
         return snapshot
 
-    async def load_adapter(
-        self, numerics_hash: str, name: str, path: str, fingerprint: bytes, max_loaded: int
-    ) -> AdapterSet:
+    async def load_adapter(self, call: LoadCall) -> AdapterSet:
         """Have all load an adapter; FieldError if its name is taken or there is no room for it."""
-        asked = numerics_hash, name, path, fingerprint, max_loaded, uuid4().hex
         found: AdapterSet | FieldError = await self._answer(
-            lambda: self._board.load_adapter.remote(*asked), CHANGE_S
+            lambda: self._board.load_adapter.remote(call), CHANGE_S
         )
         if isinstance(found, FieldError):
             raise found
         return found
 
-    async def unload_adapter(self, numerics_hash: str, name: str) -> AdapterSet | None:
+    async def unload_adapter(self, call: UnloadCall) -> AdapterSet | None:
         """Have one leave; None if none is loaded by that name."""
-        asked = numerics_hash, name, uuid4().hex
         found: AdapterSet | None = await self._answer(
-            lambda: self._board.unload_adapter.remote(*asked), CHANGE_S
+            lambda: self._board.unload_adapter.remote(call), CHANGE_S
         )
         return found
 

@@ -1,4 +1,4 @@
-"""What `quantization` saves: memory, loading and decode steps with int8 and int4, beside bfloat16.
+"""What `quantization` saves: memory, loading and decode steps of each kind, beside bfloat16.
 
     python examples/bench/quantized_weights.py [--layers 24] [--batches 1 8 32] [--prompt 512]
         [--rounds 15] [--turn 5] [--threads 1] [--context 128] [--dtype bfloat16]
@@ -45,7 +45,7 @@ from model.kernels.cpu import packed_linear  # noqa: E402
 from model.quantization import WeightFormat  # noqa: E402
 from model.weights import load_model  # noqa: E402
 
-KINDS: tuple[WeightFormat, ...] = ("auto", "int8", "int4")
+KINDS: tuple[WeightFormat, ...] = ("auto", "int8", "int4", "fp8")
 
 
 def main() -> None:

@@ -927,6 +927,18 @@ MUTATIONS = (
         (ADAPTERS,),
     ),
     Mutation(
+        "An adapter is loaded twice whose first answer got lost (S10).",
+        "cluster/actors/adapter_set.py",
+        {"each.changed_by == call.id for": "False for"},
+        (ADAPTERS,),
+    ),
+    Mutation(
+        "A board that restarts ends with the handle of its owner (S10).",
+        "cluster/actors/status_board.py",
+        {"if not isinstance(error, ray.exceptions.ActorUnavailableError):": "if True:"},
+        (ADAPTERS,),
+    ),
+    Mutation(
         "A late answer of the board brings an adapter back (S10).",
         "serve/served_models.py",
         {"if adapters.revision < self.revision:": "if False:"},

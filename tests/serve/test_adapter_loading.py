@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 
-from cluster.actors.adapter_set import AdapterSet, StoredAdapters
+from cluster.actors.adapter_set import AdapterSet, LoadCall, StoredAdapters, UnloadCall
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.reports import BoardSilent, GroupReport, IngressReport, PushAnswer
 from cluster.actors.status_board import StatusBoard
@@ -140,14 +140,14 @@ class OneBoard:
     async def poll(self, report: IngressReport) -> dict[str, Any]:
         return self._board.poll(report)
 
-    async def load_adapter(self, *asked: Any) -> AdapterSet:
-        found = self._board.load_adapter(*asked)
+    async def load_adapter(self, call: LoadCall) -> AdapterSet:
+        found = self._board.load_adapter(call)
         if isinstance(found, FieldError):
             raise found
         return found
 
-    async def unload_adapter(self, *asked: Any) -> AdapterSet | None:
-        return self._board.unload_adapter(*asked)
+    async def unload_adapter(self, call: UnloadCall) -> AdapterSet | None:
+        return self._board.unload_adapter(call)
 
     async def metrics(self, ingress_id: str, counts: Any) -> MetricsSnapshot:
         return self._board.metrics(ingress_id, counts)
@@ -545,7 +545,7 @@ async def test_without_places_for_them_no_adapters_are_loaded(running: Running, 
     none: Any = dict.fromkeys(("max_loras", "max_lora_rank", "admin_keys"))
     async with running(1, **none) as application:
         numerics_hash = application.config.numerics_hash
-        application.board.load_adapter(numerics_hash, "sql", str(sql), b"", 1)
+        application.board.load_adapter(LoadCall(numerics_hash, "sql", str(sql), b"", 1))
         await until(lambda: application.replicas[0].group.told)
         for answer in (
             await application.load("sql", sql, key=CLIENT),

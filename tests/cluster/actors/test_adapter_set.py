@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.actors import status_board as board_module
-from cluster.actors.adapter_set import AdapterSet, AdapterSets, StoredAdapters
+from cluster.actors.adapter_set import (
+    AdapterSet,
+    AdapterSets,
+    LoadCall,
+    StoredAdapters,
+    UnloadCall,
+)
 from cluster.actors.reports import (
     GroupReport,
     IngressReport,
@@ -116,22 +122,21 @@ def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
             case "add":
                 before = sets.of("ours")
                 try:
-                    asked = "ours", f"name{place}", "/path", PRINT, 2, f"load {len(ids)}"
-                    after = sets.add(*asked)
+                    call = LoadCall("ours", f"name{place}", "/path", PRINT, 2)
+                    after = sets.add(call)
                     found = after.named(f"name{place}")
                     assert found is not None and len(before.of_engines) < 2
                     # Its answer is lost, and it comes again.
                     sets = AdapterSets(kept.load(), kept.save) if which else sets
-                    assert sets.add(*asked) == after
+                    assert sets.add(call) == after
                     ids.append(found.id)
                 except FieldError:
                     assert before.named(f"name{place}") or len(before.of_engines) >= 2
             case "mark":
                 is_known = sets.of("ours").named(f"name{place}") is not None
-                left = sets.mark("ours", f"name{place}", f"unload {sets.of('ours').revision}")
-                assert (left is not None) == is_known
-                if left is not None:
-                    assert sets.mark("ours", f"name{place}", f"unload {left.revision - 1}") == left
+                gone = UnloadCall("ours", f"name{place}")
+                left = sets.mark(gone)
+                assert (left is not None) == is_known and sets.mark(gone) == left
             case "ask":
                 at.ask(sets)
             case "hear":
@@ -169,20 +174,22 @@ def test_an_adapter_stays_for_as_long_as_a_request_may_have_it(
 def test_what_was_refused_changes_nothing() -> None:
     kept = Kept()
     sets = AdapterSets(kept.load(), kept.save)
-    sets.add("ours", "a", "/a", PRINT, 2)
-    sets.add("ours", "b", "/b", PRINT, 2)
+    sets.add(LoadCall("ours", "a", "/a", PRINT, 2))
+    sets.add(LoadCall("ours", "b", "/b", PRINT, 2))
     before = kept.data
     with pytest.raises(FieldError, match=r"^lora_name: wanted a name that is free, found 'a'"):
-        sets.add("ours", "a", "/c", PRINT, 3)
+        sets.add(LoadCall("ours", "a", "/c", PRINT, 3))
     with pytest.raises(FieldError, match=r"^lora_name: wanted fewer than 2 .*max_loras.* found 2$"):
-        sets.add("ours", "c", "/c", PRINT, 2)
-    assert sets.mark("ours", "none") is None and kept.data == before
-    sets.mark("ours", "a")
+        sets.add(LoadCall("ours", "c", "/c", PRINT, 2))
+    assert sets.mark(UnloadCall("ours", "none")) is None and kept.data == before
+    sets.mark(UnloadCall("ours", "a"))
     with pytest.raises(FieldError, match=r"found 2 \(1 of them until its last request ends\)"):
-        sets.add("ours", "a", "/a", PRINT, 2)
-    replaced = sets.add("ours", "a", "/a2", PRINT, 3)  # while requests of the first one run
+        sets.add(LoadCall("ours", "a", "/a", PRINT, 2))
+    replaced = sets.add(
+        LoadCall("ours", "a", "/a2", PRINT, 3)
+    )  # while requests of the first one run
     assert [each.path for each in replaced.of_engines] == ["/b", "/a2", "/a"]
-    assert sets.add("theirs", "a", "/a", PRINT, 1).of_engines[0].id == FIRST_LOADED_ID + 3
+    assert sets.add(LoadCall("theirs", "a", "/a", PRINT, 1)).of_engines[0].id == FIRST_LOADED_ID + 3
 
 
 def push(board: StatusBoard, numerics: str = "ours", *, is_old: bool = False) -> Any:
@@ -201,13 +208,13 @@ def names(found: AdapterSet | PushAnswer) -> list[str]:
 def test_replicas_and_ingresses_of_the_same_numerics_hear_of_an_adapter() -> None:
     board = StatusBoard(["mixed"])
     assert push(board) == PushAnswer({}, ())
-    found = board.load_adapter("ours", "a", "/a", PRINT, 1)
+    found = board.load_adapter(LoadCall("ours", "a", "/a", PRINT, 1))
     assert isinstance(found, AdapterSet)
     for numerics, wanted in (("ours", ["a"]), ("theirs", [])):
         assert names(push(board, numerics)) == wanted
         assert names(board.poll(report("i", numerics))["adapters"]) == wanted
-    assert isinstance(board.load_adapter("ours", "a", "/a", PRINT, 2), FieldError)
-    assert board.unload_adapter("theirs", "a") is None
+    assert isinstance(board.load_adapter(LoadCall("ours", "a", "/a", PRINT, 2)), FieldError)
+    assert board.unload_adapter(UnloadCall("theirs", "a")) is None
     # Those of the release before know nothing of it.
     assert push(board, is_old=True) == {}
     assert "adapters" not in board.poll(report(revision=None))
@@ -222,12 +229,12 @@ def test_one_that_leaves_is_kept_until_its_last_request_ends_or_its_ingress_is_l
     kept: Any = Kept()
     board = StatusBoard(["mixed"], kept_adapters=kept)
     now += LOST_AFTER_S + 1
-    found = board.load_adapter("ours", "a", "/a", PRINT, 1)
+    found = board.load_adapter(LoadCall("ours", "a", "/a", PRINT, 1))
     assert isinstance(found, AdapterSet)
     used, seen = frozenset({found.offered[0].id}), found.revision
     board.poll(report("one", revision=seen, used=used))
     board.poll(report("two", revision=seen))
-    left = board.unload_adapter("ours", "a")
+    left = board.unload_adapter(UnloadCall("ours", "a"))
     assert left is not None and not left.offered
     board.poll(report("two", revision=left.revision))
     board.poll(report("one", revision=seen))
@@ -247,7 +254,7 @@ def test_one_that_leaves_is_kept_until_its_last_request_ends_or_its_ingress_is_l
     now += LOST_AFTER_S - 1  # one is silent since
     board.poll(report("two", revision=left.revision))
     assert names(push(board)) == []
-    again = board.load_adapter("ours", "a", "/a", PRINT, 1)
+    again = board.load_adapter(LoadCall("ours", "a", "/a", PRINT, 1))
     assert isinstance(again, AdapterSet) and not used & {each.id for each in again.offered}
 
 
@@ -286,16 +293,16 @@ def test_a_board_that_is_killed_goes_on_with_its_adapters_and_ids(
         hashes = Hashes("ours")
         pushed = ReplicaReport("mixed", "r", "ready", GroupReport([], []), hashes=hashes)
         pushed = replace(pushed, takes_answer=True)
-        assert names(await at.load_adapter("ours", "a", "/a", PRINT, 3)) == ["a"]
+        assert names(await at.load_adapter(LoadCall("ours", "a", "/a", PRINT, 3))) == ["a"]
         with pytest.raises(FieldError, match=r"^lora_name: wanted a name that is free, found 'a'"):
-            await at.load_adapter("ours", "a", "/a", PRINT, 3)
+            await at.load_adapter(LoadCall("ours", "a", "/a", PRINT, 3))
         assert names(await replica.push(pushed, [])) == ["a"]
         assert names((await at.poll(report()))["adapters"]) == ["a"]
-        assert await at.unload_adapter("ours", "a") is not None
-        assert await at.unload_adapter("ours", "a") is None
-        await at.load_adapter("ours", "b", "/b", PRINT, 3)
+        assert await at.unload_adapter(UnloadCall("ours", "a")) is not None
+        assert await at.unload_adapter(UnloadCall("ours", "a")) is None
+        await at.load_adapter(LoadCall("ours", "b", "/b", PRINT, 3))
         dies.touch()
-        found = await at.load_adapter("ours", "a", "/a", PRINT, 3)
+        found = await at.load_adapter(LoadCall("ours", "a", "/a", PRINT, 3))
         assert not dies.exists()
         ids = {each.name: each.id - FIRST_LOADED_ID for each in found.offered}
         assert ids == {"b": 1, "a": 2}
@@ -304,7 +311,7 @@ def test_a_board_that_is_killed_goes_on_with_its_adapters_and_ids(
                 await asyncio.sleep(0.01)  # it has lost its way to the board, and finds another
         assert names(answer) == ["b", "a", "a"]
         dies.touch()
-        left = await at.unload_adapter("ours", "b")
+        left = await at.unload_adapter(UnloadCall("ours", "b"))
         assert left is not None and names(left) == ["a"] and not dies.exists()
         ray.kill(ray.get_actor(board_name("kept"), namespace=NAMESPACE))
 
