@@ -48,6 +48,9 @@ from cluster.observe.metrics import (
 from compile.errors import FieldError
 
 NAMESPACE = "lockstep"
+ASKED_BY_REQUESTS = {"num_cpus": 0, "allow_out_of_order_execution": True}
+"""Options of actors that are called for requests. Ray cancels a request's calls with it, and where
+a caller's order is kept, an actor waits for ever for one that was cancelled before it was sent."""
 BOARD_PREFIX = "status:"
 """Of the actor's name, before the application's."""
 EXPORT_PERIOD_S = 5.0
@@ -394,13 +397,16 @@ class IngressBoard:
         """Make a call, and again if the board died, or its ingress did: what it does, it may have
         done already."""
         try:
+            asked = self._board
             try:
                 async with asyncio.timeout(ANSWER_S):
                     return await call()
             except ray.exceptions.RayActorError as error:
                 self._lost_at, self._told = time.monotonic(), {}
-                # One that restarts would end with the handle of its owner.
-                if not isinstance(error, ray.exceptions.ActorUnavailableError):
+                # A board ends with the handle that made it: one that restarts keeps it, and so does
+                # one that another call has made meanwhile.
+                is_dead = not isinstance(error, ray.exceptions.ActorUnavailableError)
+                if is_dead and self._board is asked:
                     self._board = self._found()
                 async with asyncio.timeout(again_s):
                     while True:
@@ -412,7 +418,7 @@ class IngressBoard:
             raise BoardSilent(type(error).__name__) from error
 
     def _found(self) -> Any:
-        remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
+        remote = ray.remote(**ASKED_BY_REQUESTS, max_restarts=-1)(StatusBoard)
         return remote.options(
             name=board_name(self._app_name), namespace=NAMESPACE, get_if_exists=True
         ).remote(*self._arguments)

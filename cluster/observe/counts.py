@@ -58,9 +58,9 @@ class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def add(self, source: str, owner: str, counts: Mapping[tuple[str, ...], float]) -> bool:
         """Add what a process has counted since it said so last; return whether that is anything.
         What it has not counted yet has a total of zero, so that whoever watches it sees it begin.
-        `source` identifies the process: no other one is ever called so."""
-        last = self.last.pop(source, {})
-        self.last[source] = dict(counts)
+        `source` identifies the process: no other one is ever called so. What it said earlier may
+        come later."""
+        last = self.last[source] = self.last.pop(source, {})
         while len(self.last) > MAX_SOURCES:
             del self.last[next(iter(self.last))]
         totals = self.totals.setdefault(owner, {})
@@ -69,5 +69,6 @@ class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             totals.setdefault(key, 0.0)
             if (grown := value - last.get(key, 0.0)) > 0:
                 totals[key] += grown
+                last[key] = value
                 has_grown = True
         return has_grown

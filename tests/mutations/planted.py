@@ -935,8 +935,30 @@ MUTATIONS = (
     Mutation(
         "A board that restarts ends with the handle of its owner (S10).",
         "cluster/actors/status_board.py",
-        {"if not isinstance(error, ray.exceptions.ActorUnavailableError):": "if True:"},
+        {"is_dead = not isinstance(error, ray.exceptions.ActorUnavailableError)": "is_dead = True"},
         (ADAPTERS,),
+    ),
+    Mutation(
+        "A board ends since two calls that found the one before dead both look for it (R15).",
+        "cluster/actors/status_board.py",
+        {"if is_dead and self._board is asked:": "if is_dead:"},
+        ("tests/cluster/actors/test_status_board.py",),
+    ),
+    Mutation(
+        "An ingress waits for ever for the board once Ray has cancelled a call to it (R15).",
+        "cluster/actors/status_board.py",
+        {'"allow_out_of_order_execution": True': '"allow_out_of_order_execution": False'},
+        ("tests/cluster/actors/test_status_board.py",),
+    ),
+    Mutation(
+        "What a process said earlier is counted twice if it comes later (R15).",
+        "cluster/observe/counts.py",
+        {
+            "last = self.last[source] = self.last.pop(source, {})": (
+                "last = self.last.pop(source, {})\n        self.last[source] = dict(counts)"
+            )
+        },
+        ("tests/cluster/observe/test_counts.py",),
     ),
     Mutation(
         "A late answer of the board brings an adapter back (S10).",

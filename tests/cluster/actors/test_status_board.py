@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.actors import status_board as board_module
-from cluster.actors.reports import GroupReport, IngressReport, ReplicaReport
-from cluster.actors.status_board import StatusBoard
+from cluster.actors.gcs_store import KeptTotals
+from cluster.actors.reports import BoardSilent, GroupReport, IngressReport, ReplicaReport
+from cluster.actors.status_board import NAMESPACE, IngressBoard, StatusBoard, board_name
 from cluster.engine.prefix_index import PREFIX_BYTES, PrefixFeed, PrefixUpdate
 from cluster.group.context import RankPlace, RankStats
-from cluster.observe.counts import Counts
+from cluster.observe.counts import Counts, Ledger
 from cluster.observe.load_progress import LoadProgress
 from cluster.observe.metrics import Described, SchedulerStats, samples
 from cluster.wire.credentials import Hashes
@@ -220,3 +225,83 @@ def test_figures_have_why_engines_were_chosen() -> None:
     counts: Counts = {("choices_total", "mixed", "load"): 2, ("choices_total", "mixed", "only"): 1}
     body = board.poll(report("a", is_watched=True, counts=counts))
     assert body["figures"]["choices"] == {"mixed": {"load": 2, "only": 1}}
+
+
+async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
+    """Ask again while the board is silent, as it is on a busy machine while it is made."""
+    async with asyncio.timeout(300):
+        while True:
+            with suppress(BoardSilent):
+                return await call()
+
+
+@pytest.mark.ray
+@pytest.mark.feature("R15")
+def test_calls_that_find_the_board_dead_at_once_make_one_and_keep_it(ray_cluster: Any) -> None:
+    import ray
+
+    def board_id() -> Any:
+        return ray.get_actor(board_name("at once"), namespace=NAMESPACE)._actor_id
+
+    async def scenario() -> None:
+        board = IngressBoard("at once", ["mixed"], Described("m", 8))
+        await board.poll(report("first"))
+        before = board_id()
+        ray.kill(ray.get_actor(board_name("at once"), namespace=NAMESPACE))
+        await asyncio.gather(
+            answered(lambda: board.metrics("first", {})),
+            answered(lambda: board.poll(report("first"))),
+        )
+        made = board_id()
+        assert made != before
+        for _ in range(20):
+            await answered(lambda: board.poll(report("first")))
+            assert board_id() == made
+            await asyncio.sleep(0.1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.ray
+@pytest.mark.feature("R15", "R16")
+def test_an_ingress_asks_on_after_a_request_was_cancelled_while_the_board_was_made(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    """Ray cancels, with a request, the calls that it made and that were not sent yet."""
+    import ray
+
+    may_be_made = tmp_path / "may_be_made"
+
+    class IsMadeLate(KeptTotals):
+        def load(self) -> Ledger:
+            while not may_be_made.exists():
+                time.sleep(0.01)
+            return super().load()
+
+    class Asking:
+        def __init__(self) -> None:
+            board_module.KeptTotals = IsMadeLate  # type: ignore[misc]
+            self.board = IngressBoard("cancelled", ["mixed"], Described("m", 8))
+            self.num_asked = 0
+
+        async def scrape(self) -> None:
+            self.num_asked += 1
+            await self.board.metrics("first", {})
+
+        async def has_asked(self) -> None:
+            while not self.num_asked:
+                await asyncio.sleep(0.01)
+
+        async def poll(self) -> Any:
+            return await answered(lambda: self.board.poll(report("first")))
+
+    asking = ray.remote(num_cpus=0)(Asking).remote()
+    polled = asking.poll.remote()
+    scraped = asking.scrape.remote()
+    ray.get(asking.has_asked.remote())
+    ray.cancel(scraped)
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(scraped)
+    may_be_made.touch()
+    assert ray.get(polled)["ingresses"]
+    assert ray.get(asking.poll.remote())["ingresses"]

@@ -26,6 +26,13 @@ def test_a_process_that_starts_anew_adds_to_what_the_one_before_counted() -> Non
     assert ledger.totals == {"engine": counted(9)}
 
 
+def test_what_a_process_said_earlier_and_comes_later_is_not_counted_twice() -> None:
+    ledger = Ledger()
+    for n in [3, 5, 4, 6]:
+        ledger.add("a", "engine", counted(n))
+    assert ledger.totals == {"engine": counted(6)}
+
+
 def test_a_restored_ledger_goes_on_whoever_tells_first() -> None:
     """A rank that lives on says all that it ever counted, and only what is new is added."""
     rng = random.Random(1)
