@@ -288,20 +288,23 @@ def test_an_ingress_asks_on_after_a_request_was_cancelled_while_the_board_was_ma
             self.num_asked += 1
             await self.board.metrics("first", {})
 
-        async def has_asked(self) -> None:
-            while not self.num_asked:
+        async def has_asked(self, times: int) -> None:
+            while self.num_asked < times:
                 await asyncio.sleep(0.01)
 
         async def poll(self) -> Any:
+            self.num_asked += 1
             return await answered(lambda: self.board.poll(report("first")))
 
     asking = ray.remote(num_cpus=0)(Asking).remote()
     polled = asking.poll.remote()
+    ray.get(asking.has_asked.remote(1))
     scraped = asking.scrape.remote()
-    ray.get(asking.has_asked.remote())
+    ray.get(asking.has_asked.remote(2))
     ray.cancel(scraped)
     with pytest.raises(ray.exceptions.TaskCancelledError):
         ray.get(scraped)
+    time.sleep(1)  # Ray tells nobody when it has cancelled the calls, too
     may_be_made.touch()
     assert ray.get(polled)["ingresses"]
     assert ray.get(asking.poll.remote())["ingresses"]
