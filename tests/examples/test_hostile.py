@@ -75,7 +75,8 @@ def test_grammars_that_would_end_an_ingress_are_refused_and_restart_nothing(
         outcomes = row["attacked"]["outcomes"]
         # A busy machine answers some of them only when the attack has ended.
         assert set(outcomes) <= {"200", "400", "unanswered"}, outcomes
-        assert outcomes["400"] >= num_refused, outcomes
+        others = sum(outcomes.values()) - num_refused
+        assert "400" in outcomes and outcomes.get("200", 0) <= others, outcomes
         assert row["seen"]["restarted"] == [] and row["next_s"] is not None
 
 
