@@ -1,7 +1,8 @@
 """What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of
 DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them.
 
-What a rank makes of weights, whatever the checkpoint has, is `Integers` or `Float8`."""
+What a rank makes of weights, whatever the checkpoint has, is `Integers` or `Float8`. `Float4` is
+what a checkpoint has."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ import msgspec
 from msgspec import Meta
 
 from compile.errors import FieldError, Words
+from compile.formats import FP4_BLOCK
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
-WeightFormat = Literal["auto", "int8", "int4", "fp8"]
-"""What linear layers hold: numbers of the model's dtype, FP8 numbers or, on a CPU, integers."""
+WeightFormat = Literal["auto", "int8", "int4", "fp8", "nvfp4"]
+"""What linear layers hold: numbers of the model's dtype, FP8 or FP4 numbers or, on a CPU,
+integers."""
+NVFP4 = "nvfp4-pack-quantized"
 MOST_SHARE = 128
 """Inputs of a group of 4-bit integers."""
 _KV = "kv_cache_scheme"
@@ -45,6 +49,8 @@ class Quantization:
     """Regular expressions of the beginnings of their names."""
     unused: tuple[str, ...] = ()
     """Tensors beside a weight that only quantized activations would need."""
+    has_input_scales: bool = False
+    """Whether activations are meant to be FP4, too, by a scale that is stored beside a weight."""
 
     def is_plain(self, module: str) -> bool:
         named = any(f".{name}." in f".{module}." for name in self.plain_names)
@@ -65,16 +71,23 @@ class Float8:
     """What a weight is held as: e4m3, with a scale for each output. Its inputs are rounded, too."""
 
 
+@dataclass(frozen=True)
+class Float4:
+    """What a weight is held as: e2m1 with scales of 16 inputs and of a whole tensor, to the bit as
+    its checkpoint has it. Its inputs are rounded, too. A layer that its checkpoint has as plain
+    numbers holds these. Invariant: the inputs are a multiple of 16."""
+
+
+Form = Integers | Float8 | Float4
+
 FP8_MULTIPLE = 16
 """Of which inputs and outputs are, where a GPU multiplies FP8."""
 
 
-def form_for(
-    held: WeightFormat, num_inputs: int, num_outputs: int, *, is_gpu: bool
-) -> Integers | Float8 | None:
-    """Return how a layer of such a size on this rank holds its weight, None as it is read: FP8, 8
-    bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as many of
-    120, 112 and so on as divide the inputs. A FieldError if it cannot."""
+def form_for(held: WeightFormat, num_inputs: int, num_outputs: int, *, is_gpu: bool) -> Form | None:
+    """Return how a layer of such a size on this rank holds its weight, None as it is read: FP8,
+    FP4, 8 bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as
+    many of 120, 112 and so on as divide the inputs. A FieldError if it cannot."""
     if held == "auto":
         return None
     if held == "fp8":
@@ -83,6 +96,11 @@ def form_for(
             found = f"fp8, {num_inputs} inputs and {num_outputs} outputs"
             raise FieldError("quantization", wanted, Words(found))
         return Float8()
+    if held == "nvfp4":
+        if num_inputs % FP4_BLOCK:
+            wanted = f"auto where inputs of layers are no multiple of {FP4_BLOCK} on a rank"
+            raise FieldError("quantization", wanted, Words(f"nvfp4 and {num_inputs} inputs"))
+        return Float4()
     if held == "int8" or num_inputs <= MOST_SHARE:
         return Integers(8 if held == "int8" else 4, num_inputs)
     for group in range(MOST_SHARE, 0, -8):
@@ -103,7 +121,7 @@ class _Weights(msgspec.Struct):
     num_bits: Literal[4, 8]
     type: Literal["int", "float"]
     symmetric: bool = True
-    strategy: Literal["tensor", "channel", "group", "block"] | None = None
+    strategy: Literal["tensor", "channel", "group", "block", "tensor_group"] | None = None
     group_size: _GroupSize | None = None
     block_structure: _Block | None = None
     actorder: Annotated[
@@ -135,7 +153,7 @@ class _KvCache(msgspec.Struct):
 
 
 class _CompressedTensors(msgspec.Struct):
-    format: Literal["float-quantized", "int-quantized", "pack-quantized"]
+    format: Literal["float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized"]
     config_groups: dict[str, dict[str, Any]]
     ignore: _Names = None
     sparsity_config: dict[str, Any] | None = None
@@ -181,13 +199,15 @@ def _of_compressed_tensors(file: _CompressedTensors) -> Quantization:
     _require(group.targets == ["Linear"], f"{at}.targets", "['Linear']", group.targets)
     _require(group.format in (None, file.format), f"{at}.format", file.format, group.format)
     weights, at = group.weights, f"{at}.weights"
-    kind = "float" if file.format == "float-quantized" else "int"
+    is_packed, is_fp4 = file.format == "pack-quantized", file.format == NVFP4
+    kind = "float" if is_fp4 or file.format == "float-quantized" else "int"
     _require(weights.type == kind, f"{at}.type", f"{kind} for {file.format}", weights.type)
-    is_packed = file.format == "pack-quantized"
-    wanted = f"8 for {file.format}"
-    _require(is_packed or weights.num_bits == 8, f"{at}.num_bits", wanted, weights.num_bits)
+    bits = 4 if is_fp4 else 8
+    wanted = f"{bits} for {file.format}"
+    _require(is_packed or weights.num_bits == bits, f"{at}.num_bits", wanted, weights.num_bits)
     _require(is_packed or weights.symmetric, f"{at}.symmetric", f"true for {file.format}", False)
-    is_static = group.input_activations is not None and not group.input_activations.dynamic
+    inputs = group.input_activations
+    is_static = inputs is not None and not inputs.dynamic
     plain = file.ignore or []
     patterns = tuple(name[3:] for name in plain if name.startswith("re:"))
     for pattern in patterns:
@@ -195,12 +215,22 @@ def _of_compressed_tensors(file: _CompressedTensors) -> Quantization:
     return Quantization(
         file.format,
         weights.num_bits,
-        _shared(weights, at, is_packed=is_packed),
+        _fp4_group(weights, at) if is_fp4 else _shared(weights, at, is_packed=is_packed),
         has_zeros=not weights.symmetric,
         # A name stands for that module alone, where a pattern stands for what it begins.
         plain_patterns=(*patterns, *(f"{re.escape(n)}$" for n in plain if n[:3] != "re:")),
         unused=("input_scale", "input_zero_point") if is_static else (),
+        has_input_scales=is_fp4 and inputs is not None and inputs.dynamic == "local",
     )
+
+
+def _fp4_group(weights: _Weights, at: str) -> tuple[int, int]:
+    wanted, found = f"tensor_group for {NVFP4}", weights.strategy
+    _require(found == "tensor_group", f"{at}.strategy", wanted, found)
+    _require(
+        weights.group_size == FP4_BLOCK, f"{at}.group_size", str(FP4_BLOCK), weights.group_size
+    )
+    return 1, FP4_BLOCK
 
 
 def _shared(weights: _Weights, at: str, *, is_packed: bool) -> tuple[int, int]:
@@ -209,6 +239,8 @@ def _shared(weights: _Weights, at: str, *, is_packed: bool) -> tuple[int, int]:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if is_packed and strategy not in ("channel", "group"):
         raise FieldError(f"{at}.strategy", "channel or group for pack-quantized", strategy)
+    if strategy == "tensor_group":
+        raise FieldError(f"{at}.strategy", f"another one where format is not {NVFP4}", strategy)
     if strategy == "group":
         found = size or 0
         _require(found >= 1, f"{at}.group_size", "an integer from 1 up", size)

@@ -4,8 +4,8 @@ A weight [O, I] is stored as several tensors. An axis of such a tensor runs alon
 inputs of the weight, and each of its elements stands for a span of them: 8 for a word of eight
 4-bit numbers, 128 for the scale of a block. From that follow a tensor's shape, what a rank reads of
 it, and which cuts would split an element; `LAYOUTS` has one row for each kind. Weights are computed
-in float32 when they are read, and the model computes in its own dtype: activations are never
-quantized.
+in float32 when they are read, and the model computes in its own dtype, unless a rank holds FP4
+numbers as they are stored: activations are not quantized otherwise.
 
 Shapes: O outputs, I inputs, G groups of inputs that share a scale.
 """
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 
 from compile.errors import FieldError, Words
-from model.quantization import FIELD, Quantization
+from compile.passes.quantizers import fp4_values
+from model.quantization import FIELD, NVFP4, Quantization
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What tensors of plain numbers and scales may be."""
@@ -240,11 +241,37 @@ def _awq_values(q: Quantization, parts: Parts, cut: Cut, size: tuple[int, int]) 
     return (numbers - _spread(zeros, q.group, size)).float() * scales
 
 
+_GLOBAL_SCALES = ("weight_global_scale", "input_global_scale")
+
+
+def _nvfp4(q: Quantization) -> tuple[Part, ...]:
+    names = _GLOBAL_SCALES[: 1 + q.has_input_scales]
+    return (
+        Part("weight_packed", (Axis(_OUT), Axis(_IN, 2)), ("U8",)),
+        Part("weight_scale", (Axis(_OUT), Axis(_IN, q.group[_IN])), ("F8_E4M3",)),
+        *(Part(name, (Axis(_OUT, 0),), ("F32",)) for name in names),
+    )
+
+
+def _nvfp4_values(q: Quantization, parts: Parts, cut: Cut, size: tuple[int, int]) -> torch.Tensor:
+    check_global_scales(parts, _GLOBAL_SCALES[:1])
+    scales = parts["weight_scale"].float() / parts["weight_global_scale"]
+    return fp4_values(parts["weight_packed"])[:, : size[_IN]] * _spread(scales, q.group, size)
+
+
+def check_global_scales(parts: Parts, names: tuple[str, ...] = _GLOBAL_SCALES) -> None:
+    """Refuse a scale of a whole tensor that is no number above 0."""
+    for name in names:
+        if not 0 < parts[name] < math.inf:
+            raise FieldError(name, "a number above 0", float(parts[name]))
+
+
 LAYOUTS = {
     "float-quantized": _Layout(_scaled, _scaled_values),
     "int-quantized": _Layout(_scaled, _scaled_values),
     "fp8": _Layout(_scaled, _scaled_values),
     "pack-quantized": _Layout(_packed, _packed_values),
+    NVFP4: _Layout(_nvfp4, _nvfp4_values),
     "gptq": _Layout(_gptq, _gptq_values),
     "awq": _Layout(_awq, _awq_values),
 }

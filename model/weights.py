@@ -26,8 +26,16 @@ from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
-from model.quantization import Quantization, WeightFormat
-from model.stored_weights import FLOATS, Cut, Stored, plain_tensor, stored_tensors, values_of
+from model.quantization import NVFP4, Float4, Quantization, WeightFormat
+from model.stored_weights import (
+    FLOATS,
+    Cut,
+    Stored,
+    check_global_scales,
+    plain_tensor,
+    stored_tensors,
+    values_of,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,6 +60,11 @@ class _Source:
     def cut(self) -> Cut:
         return Cut(self.piece.dim, self.piece.start, self.piece.stop)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the layer holds these tensors as they are."""
+        return self.quantization is not None and isinstance(self.piece.layer.form, Float4)
+
 
 @torch.no_grad()
 def load_weights(
@@ -70,6 +83,7 @@ def load_weights(
     sources = [
         _source(piece, model.config.quantization, files, directory) for piece in wanted.values()
     ]
+    _check_kept(sources, directory)
     by_file = _plan(sources, files, model)
     report = progress or (lambda _done, _total: None)
     report(0, len(wanted))
@@ -80,11 +94,11 @@ def load_weights(
         sources.sort(key=lambda source: -source.piece.home_bytes)
         for done, source in enumerate(sources, 1):
             piece = source.piece
-            target = piece.target()
             if piece.start < piece.stop:
-                target.copy_(_values(source, opened, target.dtype))
                 read.append(source)
-                extremes.append(torch.stack(target.aminmax()))
+                extremes.append(_read(source, opened))
+            elif not source.is_kept:
+                piece.target()
             missing[piece.home] -= 1
             if not missing[piece.home]:
                 piece.layer.loaded(piece.parameter)
@@ -172,13 +186,29 @@ def has_own_head(checkpoint_dir: Path) -> bool:
         return any(not torch.equal(head[p].float(), embeddings[p].float()) for p in parts)
 
 
+def _quantization_of(piece: WeightSlice, quantization: Quantization | None) -> Quantization | None:
+    """Return how a piece is stored, None if as a plain tensor."""
+    is_linear = piece.layer.is_quantizable and piece.parameter == "weight"
+    if not is_linear or (quantization and quantization.is_plain(_module(piece.name))):
+        return None
+    return quantization
+
+
+def _check_kept(sources: list[_Source], directory: Path) -> None:
+    """Refuse a layer that would hold some of what it joins as it is stored, and some not."""
+    kept = {source.piece.home for source in sources if source.is_kept}
+    for source in sources:
+        if source.piece.home in kept and not source.is_kept:
+            wanted = "quantized like those that are multiplied in one, or none of them"
+            field = f"tensor {source.piece.name}"
+            raise refused(field, wanted, Words("a plain tensor"), directory)
+
+
 def _source(
     piece: WeightSlice, quantization: Quantization | None, files: dict[str, Path], directory: Path
 ) -> _Source:
     stored = plain_tensor(piece.name, piece.shape)
-    is_linear = piece.layer.is_quantizable and piece.parameter == "weight"
-    if not is_linear or (quantization and quantization.is_plain(_module(piece.name))):
-        quantization = None
+    quantization = _quantization_of(piece, quantization)
     if quantization:
         cut = Cut(piece.dim, piece.start, piece.stop)
         try:
@@ -294,6 +324,20 @@ def _parts(source: _Source, opened: dict[Path, Any]) -> Iterator[tuple[Stored, P
         yield stored, path, tensor
 
 
+def _read(source: _Source, opened: dict[Path, Any]) -> torch.Tensor:
+    """Fill a piece, and return two numbers that are finite if all of it are."""
+    piece = source.piece
+    if not source.is_kept:
+        target = piece.target()
+        target.copy_(_values(source, opened, target.dtype))
+        return torch.stack(target.aminmax())
+    parts = {stored.part.name: tensor for stored, _, tensor in _parts(source, opened)}
+    with _named(source):
+        check_global_scales(parts)
+    piece.layer.keep(piece.rows, parts)
+    return torch.stack(parts["weight_scale"].float().aminmax()).to(piece.layer.device)
+
+
 def _values(
     source: _Source, opened: dict[Path, Any], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -302,8 +346,15 @@ def _values(
     if source.quantization is None:
         [values] = parts.values()
         return values
-    try:
+    with _named(source):
         return values_of(source.quantization, parts, source.cut, source.piece.shape, dtype)
+
+
+@contextmanager
+def _named(source: _Source) -> Iterator[None]:
+    """Let an error that names a part say which tensor it is, and in which file."""
+    try:
+        yield
     except FieldError as error:
         [place] = [i for i, stored in enumerate(source.stored) if stored.part.name == error.field]
         field = f"tensor {source.stored[place].name}"
@@ -360,9 +411,16 @@ def blank_model(
     model, config = _described_model(checkpoint_dir, place)
     files = _tensor_files(Path(checkpoint_dir))
     slices = model.weight_slices(files.keys())
-    for layer, name in dict.fromkeys(piece.home for piece in slices):
-        # Packing looks where each element goes, and could not tell zeros apart.
-        layer.allocate(name).random_(-127, 128)
+    is_kept = {}
+    for piece in slices:
+        is_stored = _quantization_of(piece, config.quantization) is not None
+        is_kept[piece.home] = is_stored and isinstance(piece.layer.form, Float4)
+    for (layer, name), is_stored in is_kept.items():
+        if is_stored:
+            layer.allocate_kept()
+        else:
+            # Packing looks where each element goes, and could not tell zeros apart.
+            layer.allocate(name).random_(-127, 128)
         layer.loaded(name)
         layer.forget_values()
         if not layer.get_parameter(name).is_meta:
@@ -371,13 +429,13 @@ def blank_model(
     return model.eval(), config
 
 
-def _check_fp8_on(gpu: torch.device, config: ModelConfig) -> None:
-    """Refuse FP8 products that a GPU cannot compute, by name."""
+def _check_products_on(gpu: torch.device, held: WeightFormat, config: ModelConfig) -> None:
+    """Refuse products that a GPU cannot compute, by name."""
     if config.experts is not None:
         wanted = "auto for a model with experts on a GPU, whose kernels take numbers of dtype"
-        raise FieldError("quantization", wanted, "fp8")
+        raise FieldError("quantization", wanted, held)
     major, minor = torch.cuda.get_device_capability(gpu)
-    if (major, minor) < (8, 9):
+    if held == "fp8" and (major, minor) < (8, 9):
         wanted = "auto on a GPU before sm_89, which does not multiply FP8"
         raise FieldError("quantization", wanted, Words(f"fp8 on sm_{major}{minor}"))
 
@@ -394,11 +452,15 @@ def _described_model(
             checkpoint_dir,
         )
         config = replace(config, tie_word_embeddings=False)
-    if config.quantization:
+    if config.quantization and place.quantization != "nvfp4":
         layout, name = config.quantization.layout, str(place.dtype).removeprefix("torch.")
         log.info("weights that are stored as %s are computed in %s", layout, name)
-    if place.quantization == "fp8" and place.device.type == "cuda":
-        _check_fp8_on(place.device, config)
+    if place.quantization in ("fp8", "nvfp4") and place.device.type == "cuda":
+        _check_products_on(place.device, place.quantization, config)
+    stored = config.quantization
+    if place.quantization == "nvfp4" and not (stored and stored.has_input_scales):
+        wanted = f"auto where no input_global_scale is stored: it takes {NVFP4} with activations"
+        raise FieldError("quantization", wanted, "nvfp4")
     if place.quantization != "auto":
         log.info("weights of linear layers are held as %s", place.quantization)
     # A configuration that is not its checkpoint's may describe a model larger than memory, so the

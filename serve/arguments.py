@@ -71,7 +71,7 @@ Switch = Literal["on", "off"]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], says("auto, float32, bfloat16, float16")
 ]
-Quantization = Annotated[WeightFormat, says("auto, int8, int4 or fp8")]
+Quantization = Annotated[WeightFormat, says("auto, int8, int4, fp8 or nvfp4")]
 KVCacheDtype = Annotated[Literal["auto", "fp8", "fp8_e4m3"], says("auto, fp8 or fp8_e4m3")]
 LogFormat = Literal["text", "json"]
 Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
@@ -249,8 +249,9 @@ class DeployArgs(EngineArgs, frozen=True):
     with scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
     tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
     `fp8`, on a GPU from sm_89 on too: half the memory; inputs of these layers are rounded as
-    well, each token by a scale of its own. Embeddings, head and routers stay as they are. `auto`:
-    numbers of `dtype`."""
+    well, each token by a scale of its own. `nvfp4`: FP4 numbers as a checkpoint of format
+    `nvfp4-pack-quantized` has them, a quarter of the memory, and inputs rounded by its scales.
+    Embeddings, head and routers stay as they are. `auto`: numbers of `dtype`."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """`fp8` or `fp8_e4m3`: KV takes a byte a number, so that twice as many blocks fit as with
     `bfloat16`, and tokens may differ; by the checkpoint's scales `k_scale` and `v_scale`, or 1.

@@ -3,8 +3,8 @@ several ranks, their sum (after TensorRT-LLM's QUANT and OUT_QUANT forms of an a
 
 It runs behind the passes that fuse additions and sums with norms, on what they have fused. Each
 quantizer has two ops for each kind of norm. One returns numbers, scales and the sum; the other,
-for a norm that something else reads too, returns the norm in front of them. Shapes: T tokens, E
-hidden size.
+for a norm that something else reads too, returns the norm in front of them. What a quantizer is
+given beside the norm comes last. Shapes: T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ class _Fused(NamedTuple):
         scalars = ("eps", "group_name")
         given = tuple(Scalar(n) if n in scalars else Bind(n) for n in self.norm.names)
         norm = Op(f"{LIBRARY}::{self.norm.name}", given, name="base")
-        return Op(self.quantizer.name, (Result(norm, 0, name="norm"),), name="quantized")
+        given_too = (Bind(name) for name in self.quantizer.names)
+        return Op(self.quantizer.name, (Result(norm, 0, name="norm"), *given_too), name="quantized")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.norm.names, *self.quantizer.names)
 
 
 def _register(norm: _Norm, quantizer: Quantizer) -> _Fused:
@@ -90,38 +95,62 @@ def _register(norm: _Norm, quantizer: Quantizer) -> _Fused:
 
 def _after_a_sum(quantizer: Quantizer) -> tuple[Callable[..., _Three], Callable[..., _Four]]:
     def with_norm(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        group_name: str,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the norm of residual plus the ranks' sum of x, its numbers and scales, and that
-        sum. x is overwritten. x, residual: [T, E]; weight: [E]."""
+        sum. x is overwritten. x, residual: [T, E]; weight: [E]; global_scale: if the quantizer
+        takes one."""
         normed, summed = all_reduce_add_rms_norm(x, residual, weight, eps, group_name)
-        numbers, scales = quantizer.op(normed)
-        return normed, numbers, scales, summed
+        return normed, *_quantize(quantizer, normed, global_scale), summed
 
     def quantized(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        group_name: str,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return with_norm(x, residual, weight, eps, group_name)[1:]
+        return with_norm(x, residual, weight, eps, group_name, global_scale)[1:]
 
     return quantized, with_norm
 
 
 def _of_one_rank(quantizer: Quantizer) -> tuple[Callable[..., _Three], Callable[..., _Four]]:
     def with_norm(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the norm of the sum, its numbers and scales, and the sum. x, residual: [T, E];
-        weight: [E]."""
+        weight: [E]; global_scale: if the quantizer takes one."""
         normed, summed = fused_add_rms_norm(x, residual, weight, eps)
-        numbers, scales = quantizer.op(normed)
-        return normed, numbers, scales, summed
+        return normed, *_quantize(quantizer, normed, global_scale), summed
 
     def quantized(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return with_norm(x, residual, weight, eps)[1:]
+        return with_norm(x, residual, weight, eps, global_scale)[1:]
 
     return quantized, with_norm
+
+
+def _quantize(
+    quantizer: Quantizer, normed: torch.Tensor, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers, scales = quantizer.op(normed, *(() if global_scale is None else (global_scale,)))
+    return numbers, scales
 
 
 _FUSED = tuple(_register(norm, quantizer) for quantizer in QUANTIZERS for norm in _NORMS)
@@ -136,23 +165,29 @@ class FuseRMSNormQuantize:
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         return sum(
-            graph_pass.rewrite(graph, [each.pattern], _can_replace, _replacing(each))
+            graph_pass.rewrite(graph, [each.pattern], _can_replace(each), _replacing(each))
             for each in _FUSED
         )
 
 
-def _can_replace(match: Match) -> bool:
-    """All that reads the norm, the sum and the numbers does so by index, and nothing writes."""
-    norm, quantized, base = match["norm"], match["quantized"], match["base"]
-    readers = [*base.users, *(user for twin in _twins(norm, quantized) for user in twin.users)]
-    is_by_index = all(user.target is operator.getitem for user in readers)
-    is_named = value(norm) is not None and _results(quantized) is not None
-    return is_by_index and is_named and not any(graph_pass.writes(user) for user in norm.users)
+def _can_replace(fused: _Fused) -> Callable[[Match], bool]:
+    def can_replace(match: Match) -> bool:
+        """All that reads the norm, the sum and the numbers does so by index, nothing writes, and
+        what the quantizer is given beside the norm is there from the beginning."""
+        norm, quantized, base = match["norm"], match["quantized"], match["base"]
+        readers = [*base.users, *(user for twin in _twins(norm, quantized) for user in twin.users)]
+        is_by_index = all(user.target is operator.getitem for user in readers)
+        is_named = value(norm) is not None and _results(quantized) is not None
+        is_there = all(match[name].op == "placeholder" for name in fused.quantizer.names)
+        writes = any(graph_pass.writes(user) for user in norm.users)
+        return is_by_index and is_named and is_there and not writes
+
+    return can_replace
 
 
 def _twins(norm: Node, quantized: Node) -> list[Node]:
     """Return the nodes that compute the same as one, itself among them: several layers may
-    multiply one norm."""
+    multiply one norm. One that is given another scale is a reader like any other."""
     return [user for user in norm.users if operation(user) == operation(quantized)]
 
 
@@ -169,7 +204,7 @@ def _replacing(fused: _Fused) -> Callable[[torch.fx.Graph, Match], None]:
         has_norm = len(norm.users) > len(twins)
         with graph.inserting_before(base):
             op = fused.with_norm if has_norm else fused.quantized
-            new = graph.call_function(op.default, tuple(match[name] for name in fused.norm.names))
+            new = graph.call_function(op.default, tuple(match[name] for name in fused.names))
         # `eager_input_vals` holds the norm's own arguments.
         new.meta = {key: old for key, old in base.meta.items() if key != "eager_input_vals"}
         norms, numbers = _results(base), _results(quantized)

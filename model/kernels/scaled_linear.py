@@ -1,12 +1,16 @@
-"""Products of FP8 numbers (e4m3) with scales: one for each token of the inputs, one for each output
-of the weight.
+"""Products of short numbers with scales.
 
-These are the scales that torch multiplies by on every device (`_scaled_mm` by rows): on a GPU it
-knows them from sm_89 on, with results in bfloat16, and on a CPU in any dtype, but not in all
-versions. A scale for the whole weight would lose more to its largest number and save nothing.
-Where torch does not multiply by rows, both sides become float32, which rounds alike.
+FP8 (e4m3) has one for each token of the inputs and one for each output of the weight. These are the
+scales that torch multiplies by on every device (`_scaled_mm` by rows): on a GPU it knows them from
+sm_89 on, with results in bfloat16, and on a CPU in any dtype, but not in all versions. A scale for
+the whole weight would lose more to its largest number and save nothing.
 
-Shapes: T tokens, I inputs, O outputs.
+FP4 (e2m1, NVFP4) has one for each 16 numbers of either side, in e4m3, and one for all of them. GPUs
+multiply these from sm_100 on.
+
+Where torch does not multiply, both sides become float32, which rounds alike.
+
+Shapes: T tokens, I inputs, O outputs, B = I / 16 blocks.
 """
 
 from __future__ import annotations
@@ -14,15 +18,29 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from compile.passes.quantizers import FP8, quantize_rows
+from compile.formats import FP4_BLOCK
+from compile.passes.quantizers import (
+    FP8,
+    fp4_values,
+    quantize_blocks,
+    quantize_fp8_per_token,
+    quantize_nvfp4,
+    quantize_rows,
+)
 
 OUTPUTS_AT_ONCE = 64
 """That become FP8: what they take in float32 is bounded."""
+
+FIRST_FP4_GPU = (10, 0)
+"""The compute capability from which GPUs multiply FP4 numbers in blocks."""
+FP4_MULTIPLES = (32, 16)
+"""Of which inputs and outputs are where they do."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +54,57 @@ class ScaledWeight(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
+
+
+class BlockScaledWeight(NamedTuple):
+    """Stands for e2m1 times the scale of its block, over the global scale of its output."""
+
+    numbers: torch.Tensor
+    """Two e2m1 numbers a byte, the first one its low half: uint8 [O, I / 2]"""
+    blocks: torch.Tensor
+    """Scales of 16 inputs: e4m3 [O, B], or of one dimension as torch's product has them"""
+    global_scales: torch.Tensor
+    """float32 [1, O]: the tensors that a layer joins may differ."""
+    input_scale: torch.Tensor
+    """The global scale of what it is multiplied with: float32 [1]"""
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int, device: torch.device) -> BlockScaledWeight:
+        return cls(
+            torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device),
+            torch.empty(outputs, inputs // FP4_BLOCK, dtype=FP8, device=device),
+            torch.empty(1, outputs, dtype=torch.float32, device=device),
+            torch.full((1,), torch.inf, dtype=torch.float32, device=device),
+        )
+
+    def fill(self, outputs: slice, parts: Mapping[str, torch.Tensor]) -> None:
+        """Copy some outputs from what compressed-tensors stores them as. Of several input scales
+        the least counts: the largest number that any of them is made for is not cut off."""
+        self.numbers[outputs].copy_(parts["weight_packed"])
+        self.blocks[outputs].copy_(parts["weight_scale"])
+        self.global_scales[0, outputs] = parts["weight_global_scale"].to(self.device)
+        scale = parts["input_global_scale"].to(self.device)
+        self.input_scale.copy_(torch.minimum(self.input_scale, scale))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape[0], 2 * self.numbers.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self)
+
+    def laid_out(self) -> BlockScaledWeight:
+        """Return it with its scales as the product that will be computed has them."""
+        outputs, inputs = self.shape
+        is_even = inputs % FP4_MULTIPLES[0] == 0 and outputs % FP4_MULTIPLES[1] == 0
+        if multiplies_blocks(self.device) and is_even:
+            return self._replace(blocks=in_tiles(self.blocks))
+        return self
 
 
 def scaled_weight(weight: torch.Tensor) -> ScaledWeight:
@@ -55,15 +124,33 @@ def scaled_weight(weight: torch.Tensor) -> ScaledWeight:
     return ScaledWeight(numbers, scales)
 
 
+def quantize_for(
+    weight: ScaledWeight | BlockScaledWeight, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers and scales of x [T, I] that are multiplied with a weight."""
+    found: tuple[torch.Tensor, torch.Tensor] = (
+        quantize_fp8_per_token(x)
+        if isinstance(weight, ScaledWeight)
+        else quantize_nvfp4(x, weight.input_scale)
+    )
+    return found
+
+
 def scaled_linear(
     numbers: torch.Tensor,
     scales: torch.Tensor,
-    weight: ScaledWeight,
+    weight: ScaledWeight | BlockScaledWeight,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return [T, O] in `dtype`. numbers: e4m3 [T, I]; scales: float32 [T, 1]; bias: [O] in
-    `dtype`."""
+    """Return [T, O] in `dtype`. numbers, scales: e4m3 [T, I] and float32 [T, 1], or of an FP4
+    weight uint8 [T, I / 2] and e4m3 [T, B]; bias: [O] in `dtype`."""
+    if isinstance(weight, BlockScaledWeight):
+        has_tiles = weight.blocks.ndim == 1
+        product = _multiply_blocks if has_tiles else _multiply_wide_blocks
+        wide = product(numbers, scales, weight)
+        wide = wide / (weight.global_scales * weight.input_scale)
+        return (wide if bias is None else wide + bias).to(dtype)
     if numbers.is_cuda or multiplies_rows():
         return _multiply(numbers, scales, weight, bias, dtype)
     wide = F.linear(numbers.float(), weight.numbers.float()) * scales * weight.scales
@@ -99,3 +186,65 @@ def _multiply(
         out_dtype=dtype,
     )
     return product
+
+
+@functools.cache
+def multiplies_blocks(device: torch.device) -> bool:
+    """Return whether torch multiplies FP4 numbers on a device, as it should."""
+    try:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_FP4_GPU:
+            raise RuntimeError("no GPU from sm_100 on")
+        x = torch.linspace(-2, 2, 48 * 64, device=device).cos().view(48, 64)
+        scale = torch.full((1,), 100.0, device=device)
+        numbers, scales = quantize_blocks(x, scale)
+        weight = BlockScaledWeight(numbers, scales, scale.expand(1, 48), scale)
+        wanted = _multiply_wide_blocks(numbers[:3], scales[:3], weight)
+        weight = weight._replace(blocks=in_tiles(scales))
+        torch.testing.assert_close(_multiply_blocks(numbers[:3], scales[:3], weight), wanted)
+    except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        logger.info("FP4 products become float32: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales of blocks [N, B] as GPUs read them (cuBLAS, "1D block scaling factors layout"):
+    tiles of 128 rows and 4 columns, padded with zeros, and of a tile rows 0, 32, 64 and 96 side by
+    side, then rows 1, 33 and so on. One dimension."""
+    rows, columns = scales.shape
+    padded = F.pad(scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    tiles = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
+    found: torch.Tensor = tiles.permute(0, 3, 2, 1, 4).flatten().view(FP8)
+    return found
+
+
+def _multiply_blocks(
+    numbers: torch.Tensor, scales: torch.Tensor, weight: BlockScaledWeight
+) -> torch.Tensor:
+    """Return float32 [T, O], without global scales."""
+    recipe, swizzle = F.ScalingType.BlockWise1x16, F.SwizzleType.SWIZZLE_32_4_4
+    product: torch.Tensor = F.scaled_mm(
+        numbers.view(torch.float4_e2m1fn_x2),
+        weight.numbers.view(torch.float4_e2m1fn_x2).t(),
+        in_tiles(scales),
+        recipe,
+        weight.blocks,
+        recipe,
+        swizzle,
+        swizzle,
+        output_dtype=torch.float32,
+    )
+    return product
+
+
+def _multiply_wide_blocks(
+    numbers: torch.Tensor, scales: torch.Tensor, weight: BlockScaledWeight
+) -> torch.Tensor:
+    """Do it in float32, where torch does not."""
+    return F.linear(_wide(numbers, scales), _wide(weight.numbers, weight.blocks))
+
+
+def _wide(numbers: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    wide = fp4_values(numbers).unflatten(-1, (-1, FP4_BLOCK))
+    found: torch.Tensor = wide.mul_(blocks.float().unsqueeze(-1)).flatten(-2)
+    return found

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from compile.errors import FieldError
-from compile.passes.quantizers import quantize_fp8_per_token
+from compile.passes.quantizers import quantize_fp8_per_token, quantize_nvfp4
 from model.kernels.cpu.packed_linear import (
     PackedWeight,
     can_pack,
@@ -30,7 +30,7 @@ from model.kernels.cpu.packed_linear import (
 from model.layers.lora import lora_add
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
-from model.quantization import Float8, form_for
+from model.quantization import Float4, Float8, form_for
 
 
 class Linear(WeightedLayer):
@@ -42,6 +42,8 @@ class Linear(WeightedLayer):
     """[slots, parts * largest rank, I], if adapters add to the layer's outputs."""
     lora_b: torch.Tensor | None
     """[slots, largest rank, O]"""
+    input_scale: torch.Tensor | None
+    """Of whatever the layer multiplies, where it holds FP4 numbers: float32 [1]"""
 
     def __init__(
         self, in_features: int, out_features: int, place: Placement, *, bias: bool
@@ -49,18 +51,23 @@ class Linear(WeightedLayer):
         super().__init__(place)
         is_held_as = place.quantization if self.is_quantizable else "auto"
         is_gpu = place.device.type == "cuda"
-        self._form = form_for(is_held_as, in_features, out_features, is_gpu=is_gpu)
+        self.form = form_for(is_held_as, in_features, out_features, is_gpu=is_gpu)
         self.weight = self.declare(out_features, in_features)
         self.bias = self.declare(out_features) if bias else None
-        for name in ("handle", "lora_a", "lora_b"):
+        for name in ("handle", "lora_a", "lora_b", "input_scale"):
             self.register_buffer(name, None, persistent=False)
         self._part_sizes: list[int] = []
         self._packed: PackedWeight | None = None
         self._out_features = out_features
 
     def loaded(self, name: str) -> None:
-        if name == "weight" and (self._form or can_pack(self.dtype, self.device)):
-            self.replace_weight(PackedWeight(self.weight, self._form))
+        if name != "weight":
+            return
+        if kept := self.take_kept():
+            self.input_scale = kept[0].input_scale
+            self.replace_weight(PackedWeight(kept[0]))
+        elif self.form or can_pack(self.dtype, self.device):
+            self.replace_weight(PackedWeight(self.weight, self.form))
 
     def replace_weight(self, packed: PackedWeight) -> None:
         """Compute with a packed weight from now on, and free the plain one."""
@@ -91,8 +98,9 @@ class Linear(WeightedLayer):
         out: torch.Tensor
         if self.handle is None:
             out = F.linear(x, self.weight, bias)
-        elif isinstance(self._form, Float8):
-            rounded = quantize_fp8_per_token(x)
+        elif isinstance(self.form, Float8 | Float4):
+            scale = self.input_scale
+            rounded = quantize_fp8_per_token(x) if scale is None else quantize_nvfp4(x, scale)
             out = scaled_linear(*rounded, self.handle, bias, self._out_features, x.dtype)
         else:
             out = packed_linear(x, self.handle, bias, self._out_features)

@@ -88,7 +88,7 @@ class ExpertWeights(WeightedLayer):
         """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each."""
         super().__init__(place)
         self._own = place.shard.own_experts(num_experts)
-        self._form = form_for(
+        self.form = form_for(
             place.quantization, in_features, len(parts) * out_features, is_gpu=False
         )
         self.weight = self.declare(len(self._own), len(parts) * out_features, in_features)
@@ -103,8 +103,9 @@ class ExpertWeights(WeightedLayer):
         return self.weight if self.handles is None else self.handles
 
     def loaded(self, name: str) -> None:
-        if self._form or can_pack(self.dtype, self.device):
-            self._packed = [PackedWeight(matrix, self._form) for matrix in self.weight]
+        matrices = self.take_kept() or self.weight
+        if self.form or can_pack(self.dtype, self.device):
+            self._packed = [PackedWeight(matrix, self.form) for matrix in matrices]
             self.handles = torch.stack([packed.handle for packed in self._packed])
             self.weight = self.declare(*self.weight.shape)
 

@@ -7,14 +7,17 @@ parameter before the next one takes memory, and a rank never holds two copies of
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from model.kernels.scaled_linear import BlockScaledWeight
 from model.parallel import Placement
+from model.quantization import Float4, Form
 
 
 class WeightedLayer(nn.Module):
@@ -22,11 +25,15 @@ class WeightedLayer(nn.Module):
 
     is_quantizable = False
     """Whether a quantized checkpoint holds `weight` quantized unless it says otherwise."""
+    form: Form | None = None
+    """What `weight` is held as; None: as it is read."""
 
     def __init__(self, place: Placement) -> None:
         super().__init__()
         self.dtype = place.dtype
         self.device = place.device
+        self.kept: list[BlockScaledWeight] = []
+        """What is read of `weight` as its checkpoint has it (`Float4`), until all of it is."""
 
     def declare(self, *shape: int) -> nn.Parameter:
         """Return a parameter without memory, to be assigned to an attribute."""
@@ -40,6 +47,26 @@ class WeightedLayer(nn.Module):
             parameter = nn.Parameter(_memory_for(parameter, self.device), requires_grad=False)
             setattr(self, name, parameter)
         return parameter
+
+    def allocate_kept(self) -> list[BlockScaledWeight]:
+        """Give `kept` memory unless it has some: an entry for each matrix of `weight`."""
+        if not self.kept:
+            *stacked, outputs, inputs = self.get_parameter("weight").shape
+            size = (outputs, inputs, self.device)
+            self.kept = [BlockScaledWeight.empty(*size) for _ in range(math.prod(stacked))]
+        return self.kept
+
+    def keep(self, rows: slice | tuple[int, slice], parts: Mapping[str, torch.Tensor]) -> None:
+        """Hold a part of `weight`, as `WeightSlice.rows` has it, as what it is stored as."""
+        matrix, outputs = rows if isinstance(rows, tuple) else (0, rows)
+        self.allocate_kept()[matrix].fill(outputs, parts)
+
+    def take_kept(self) -> list[BlockScaledWeight]:
+        """Return what is kept, for good. A layer without any holds plain numbers from now on."""
+        kept, self.kept = self.kept, []
+        if isinstance(self.form, Float4) and not kept:
+            self.form = None
+        return kept
 
     def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         """Describe the checkpoint's tensors of this layer, the module `name` of the model; `held`

@@ -1,5 +1,5 @@
-"""Linear layers over weights that are packed for the CPU, and of FP8 ones on a GPU too, as opaque
-ops.
+"""Linear layers over weights that are packed for the CPU, and of FP8 and FP4 ones on a GPU too, as
+opaque ops.
 
 An op's argument is a *handle*, a tensor that holds an index into this process's table of packed
 weights: layers of equal shape so become equal pieces of a graph.
@@ -16,8 +16,8 @@ built, never by a measurement, so a restart on the same machine rounds as the la
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
 4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies.
    Without the kernels a weight becomes float32 for each product.
-5. FP8 numbers with scales lie in the table as torch multiplies them (`scaled_linear.py`). Layers
-   round their inputs first, by an op of its own, so that passes can see it.
+5. FP8 and FP4 numbers with scales lie in the table as torch multiplies them (`scaled_linear.py`).
+   Layers round their inputs first, by an op of its own, so that passes can see it.
 
 What the kernel makes of a row does not depend on the rows beside it, to the bit.
 
@@ -44,12 +44,16 @@ import torch.nn.functional as F
 
 from compile.custom_op import direct_register_custom_op
 from compile.graphs.boundary import active, boundary
-from compile.passes.quantizers import quantize_fp8_per_token
 from model.kernels.cpu.native import int64_array, native_function, native_library
-from model.kernels.scaled_linear import ScaledWeight, scaled_weight
+from model.kernels.scaled_linear import (
+    BlockScaledWeight,
+    ScaledWeight,
+    quantize_for,
+    scaled_weight,
+)
 from model.kernels.scaled_linear import scaled_linear as scaled_product
 from model.kernels.sparse_mlp import Products
-from model.quantization import Float8, Integers
+from model.quantization import Float8, Form, Integers
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 KERNEL_ROWS = 64
@@ -77,8 +81,8 @@ class _Entry:
     sizes: ctypes.Array[ctypes.c_int64] | None
     kernel_rows: int
     integers: Integers | None = None
-    scaled: ScaledWeight | None = None
-    """All there is of FP8 numbers."""
+    scaled: ScaledWeight | BlockScaledWeight | None = None
+    """All there is of FP8 and FP4 numbers."""
 
     @property
     def kernel(self) -> str:
@@ -94,13 +98,17 @@ _indices = itertools.count()
 class PackedWeight:
     """Owns an entry of the table: it goes when its owner does."""
 
-    def __init__(self, weight: torch.Tensor, form: Integers | Float8 | None = None) -> None:
-        """Pack a weight [O, I], in a form if one is given; the plain one is not kept."""
+    def __init__(self, weight: torch.Tensor | BlockScaledWeight, form: Form | None = None) -> None:
+        """Pack a weight [O, I], in a form if one is given; the plain one is not kept. One that
+        consists of FP4 numbers is taken as it is."""
         index = next(_indices)
         self.handle = torch.tensor(index, device=weight.device)
-        packed, tiles, rows, scaled = None, None, sys.maxsize, None
+        packed, tiles, rows = None, None, sys.maxsize
+        scaled: ScaledWeight | BlockScaledWeight | None = None
         integers = form if isinstance(form, Integers) else None
-        if isinstance(form, Float8):
+        if isinstance(weight, BlockScaledWeight):
+            scaled = weight.laid_out()
+        elif isinstance(form, Float8):
             scaled = scaled_weight(weight)
         elif integers is not None:
             tiles = _pack_integers(weight, integers)
@@ -112,7 +120,7 @@ class PackedWeight:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             tiles = _tiles_of(packed, weight)
             rows = _kernel_rows(tiles)
-        sizes = None if tiles is None else _sizes(tiles, weight, integers)
+        sizes = None if tiles is None else _sizes(tiles, weight.shape, integers)
         entry = _Entry(weight.shape[0], packed, tiles, sizes, rows, integers, scaled)
         _table[index] = _entry_at[self.handle.data_ptr()] = entry
         # It keeps the handle: as long as the address is in the table, it is the handle's.
@@ -220,7 +228,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     blocks, words = -(-weight.shape[0] // outputs), -(-weight.shape[1] // per_word)
     tiles = weight.new_empty(blocks, words, outputs, per_word)
     pointers = (weight.data_ptr(), tiles.data_ptr())
-    kernel(*pointers, _sizes(tiles, weight), weight.stride(0), torch.get_num_threads())
+    kernel(*pointers, _sizes(tiles, weight.shape), weight.stride(0), torch.get_num_threads())
     return tiles
 
 
@@ -265,9 +273,9 @@ def _widened(entry: _Entry) -> torch.Tensor:
 
 
 def _sizes(
-    tiles: torch.Tensor, weight: torch.Tensor, integers: Integers | None = None
+    tiles: torch.Tensor, shape: tuple[int, ...], integers: Integers | None = None
 ) -> ctypes.Array[ctypes.c_int64]:
-    num_outputs, num_inputs = weight.shape
+    num_outputs, num_inputs = shape
     if integers is not None:
         _, groups, words, _ = tiles.shape
         return int64_array(num_inputs, num_outputs, groups, words - 1, integers.bits)
@@ -312,11 +320,10 @@ def packed_products(handles: torch.Tensor) -> Products:
 
 
 def _rounded_product(x: torch.Tensor, entry: _Entry) -> torch.Tensor:
-    """Multiply rows, which are rounded first if the weight is FP8."""
+    """Multiply rows, which are rounded first if the weight is FP8 or FP4."""
     if entry.scaled is None:
         return _product(x, entry, None)
-    numbers, scales = quantize_fp8_per_token(x)
-    return scaled_product(numbers, scales, entry.scaled, None, x.dtype)
+    return scaled_product(*quantize_for(entry.scaled, x), entry.scaled, None, x.dtype)
 
 
 def _scaled_linear(
@@ -327,8 +334,8 @@ def _scaled_linear(
     out_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply e4m3 [T, I], times float32 [T, 1], with the FP8 weight of `handle`. Returns
-    [T, O]."""
+    """Multiply numbers and scales with the FP8 or FP4 weight of `handle`, as `scaled_linear.py` has
+    them. Returns [T, O]."""
     scaled = _entry(handle).scaled
     assert scaled is not None
     return scaled_product(numbers, scales, scaled, bias, dtype)
