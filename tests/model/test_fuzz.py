@@ -443,7 +443,7 @@ OF_CONFIG = {
     config_bits: "",
 }
 OF_QUANTIZED = (renamed, removed, added, swapped, reshaped, other_dtype, truncated, config_bits)
-QUANTIZED = ("int by channel", "fp8", "packed 4 with zeros", "gptq 4 with zeros", "awq")
+QUANTIZED = ("int by channel", "fp8", "nvfp4", "packed 4 with zeros", "gptq 4 with zeros", "awq")
 OF_EXPERTS = (renamed, removed, added, swapped, reshaped, other_dtype, not_finite, config_size)
 DAMAGES = OF_WEIGHTS | OF_INDEX | OF_CONFIG
 """Each kind of damage, and what its refusal says."""

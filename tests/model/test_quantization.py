@@ -13,7 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantizer import KINDS, KV_SCHEME, REORDERED, Kind, Tensors, awq, fp8, gptq, pack, write
+from quantizer import (
+    KINDS,
+    KV_SCHEME,
+    REORDERED,
+    Kind,
+    Tensors,
+    awq,
+    fp8,
+    gptq,
+    nvfp4,
+    pack,
+    write,
+)
 from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
@@ -155,6 +167,7 @@ SERVED = {
     "packed 4": pack(4, 128),
     "gptq 4": gptq(4, 128, sym=False, desc_act=True),
     "awq": awq(128),
+    "nvfp4": nvfp4(),
 }
 
 
@@ -216,9 +229,10 @@ def cases(draw: st.DrawFn) -> tuple[Kind, torch.Tensor, Cut]:
         pack(bits, group, symmetric=is_symmetric),
         gptq(bits, group, sym=is_symmetric, version=draw(st.sampled_from([1, 2]))),
         awq(group),
+        nvfp4(has_inputs=is_symmetric),
     )
     which = draw(st.sampled_from(range(len(kinds))))
-    unit = (block, (8, group or 8), (8, group or 8), (8, group or 8))[which]
+    unit = (block, *[(8, group or 8)] * 3, (1, 16))[which]
     units = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     # FP8 in blocks and compressed-tensors' words may end with the weight; the others are even.
     short = [draw(st.integers(0, n - 1)) if which == 0 else 0 for n in unit]
@@ -281,6 +295,11 @@ def refusal(path: Path, shard: Shard | None = None) -> str:
             pack(4, 0),
             8,
             "o_proj.weight_packed: wanted ranks' parts of a multiple of 8 inputs, found",
+        ),
+        (
+            nvfp4(),
+            4,
+            "o_proj.weight_scale: wanted ranks' parts of a multiple of 16 inputs, found inputs 0",
         ),
         (
             gptq(),
@@ -347,6 +366,14 @@ DAMAGES: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str
         "wanted zero points of 8 where sym is true, found 1 to 1",
     ),
     ("gptq 4", "qweight", lambda t: t.T, "wanted shape (6, 96), found (96, 6)"),
+    ("nvfp4", "weight_packed", lambda t: t.view(torch.int8), "wanted U8, found 'I8'"),
+    ("nvfp4", "weight_packed", lambda t: t[:, 1:], "wanted shape (96, 24), found (96, 23)"),
+    ("nvfp4", "weight_scale", lambda t: t.float(), "wanted F8_E4M3, found 'F32'"),
+    ("nvfp4", "weight_scale", lambda t: (t.float() * torch.nan).to(t.dtype), "wanted finite"),
+    ("nvfp4", "weight_global_scale", lambda t: t * 0, "wanted a number above 0, found 0.0"),
+    ("nvfp4", "weight_global_scale", lambda t: t / 0, "wanted a number above 0, found inf"),
+    ("nvfp4", "weight_global_scale", lambda t: t[0], "wanted shape (1,), found ()"),
+    ("nvfp4", "input_global_scale", lambda t: None, "wanted in the checkpoint, found none"),
     ("awq", "qzeros", lambda t: None, "wanted in the checkpoint, found none"),
     ("awq", "scales", lambda t: t * torch.inf, "wanted finite numbers, found"),
 ]
@@ -478,7 +505,7 @@ REFUSED: list[tuple[str, str, object, str]] = [
     ("fp8", "fmt", "e5m2", "wanted e4m3, found 'e5m2'"),
     ("fp8", "modules_to_not_convert", "gate", "wanted a list of modules' names, or null, found"),
     ("fp8", "kv_cache_scheme", {"num_bits": 8}, "wanted none, found {'num_bits': 8}"),
-    ("packed 4", "format", "marlin-24", "wanted float-quantized, int-quantized or pack-quantized"),
+    ("packed 4", "format", "marlin-24", "wanted float-quantized, int-quantized, pack-q"),
     ("packed 4", "kv_cache_scheme", "fp8", "wanted object, found 'fp8'"),
     ("packed 4, FP8 KV", "kv_cache_scheme.num_bits", 4, "wanted 8, found 4"),
     ("packed 4, FP8 KV", "kv_cache_scheme.type", "int", "wanted float, found 'int'"),
@@ -521,6 +548,17 @@ REFUSED: list[tuple[str, str, object, str]] = [
         "wanted true for int-quantized, found",
     ),
     ("int by channel", f"{IN_GROUP}.weights.num_bits", 4, "wanted 8 for int-quantized, found 4"),
+    ("nvfp4", f"{IN_GROUP}.weights.num_bits", 8, "wanted 4 for nvfp4-pack-quantized, found 8"),
+    ("nvfp4", f"{IN_GROUP}.weights.type", "int", "wanted float for nvfp4-pack-quantized, found"),
+    ("nvfp4", f"{IN_GROUP}.weights.symmetric", False, "wanted true for nvfp4-pack-quantized, fou"),
+    ("nvfp4", f"{IN_GROUP}.weights.strategy", "group", "wanted tensor_group for nvfp4-pack-quant"),
+    ("nvfp4", f"{IN_GROUP}.weights.group_size", 32, "wanted 16, found 32"),
+    (
+        "float by tensor",
+        f"{IN_GROUP}.weights.strategy",
+        "tensor_group",
+        "wanted another one where format is not nvfp4-pack-quantized, found 'tensor_group'",
+    ),
     ("float by block", f"{IN_GROUP}.weights.block_structure", None, "wanted two sizes, found None"),
     ("gptq 4", "bits", 3, "wanted 4 or 8, found 3"),
     ("gptq 4", "group_size", 0, "wanted -1, or an integer from 1 up, found 0"),

@@ -1,8 +1,8 @@
 """Quantized checkpoints, written from plain ones by code that shares nothing with what reads them.
 
-Layouts are those of the programs that write such files: compressed-tensors' `pack_to_int32`,
-AutoGPTQ's `QuantLinear.pack`, AutoAWQ's `WQLinear_GEMM.from_linear` (its `order_map` is what `AWQ`
-is here), and for FP8 in blocks DeepSeek-V3's `inference/kernel.py`.
+Layouts are those of the programs that write such files: compressed-tensors' `pack_to_int32` and
+`pack_fp4_to_uint8`, AutoGPTQ's `QuantLinear.pack`, AutoAWQ's `WQLinear_GEMM.from_linear` (its
+`order_map` is what `AWQ` is here), and for FP8 in blocks DeepSeek-V3's `inference/kernel.py`.
 """
 
 from __future__ import annotations
@@ -204,6 +204,52 @@ def awq(group: int = GROUP) -> Kind:
     return Kind(config, parts)
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""By its three bits without a sign."""
+INPUT_SCALE = 300.0
+
+
+def e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the bits of what is nearest to each number, of two that are as near the even one."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    distances = (numbers.double().abs()[..., None] - torch.tensor(E2M1)[list(order)].double()).abs()
+    # The first of several least ones, by its definition.
+    return torch.tensor(order)[distances.numpy().argmin(-1)] + 8 * (numbers < 0)
+
+
+def fp4_blocks(rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [..., I], scales [..., blocks] and what they mean, float32 [..., I]."""
+    codes, scales, values = [], [], []
+    for block in rows.float().split(16, -1):
+        wanted = (block.abs().amax(-1, keepdim=True) / 6 * scale).clamp(max=448).to(F8).float()
+        scales.append(torch.where(wanted == 0, 0.125, wanted))
+        codes.append(e2m1_codes(block / (scales[-1] / scale)))
+        numbers = torch.tensor(E2M1)[codes[-1] % 8] * torch.where(codes[-1] > 7, -1.0, 1.0)
+        values.append(numbers * (scales[-1] / scale))
+    return torch.cat(codes, -1), torch.cat(scales, -1), torch.cat(values, -1)
+
+
+def nvfp4(*, has_inputs: bool = True) -> Kind:
+    fields = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    config = compressed("nvfp4-pack-quantized", **fields)
+    inputs = {"dynamic": "local", **fields} if has_inputs else None
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+
+    def parts(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = float(torch.tensor(6.0) * 448 / weight.abs().max())
+        codes, scales, plain = fp4_blocks(weight, scale)
+        found = {
+            "weight_packed": (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8),
+            "weight_scale": scales.to(F8),
+            "weight_global_scale": torch.tensor([scale]),
+        }
+        if has_inputs:
+            found["input_global_scale"] = torch.tensor([INPUT_SCALE])
+        return found, plain
+
+    return Kind(config, parts)
+
+
 KINDS = {
     "float by channel": float_or_int("float-quantized", "channel", (1, 0)),
     "float by tensor": float_or_int("float-quantized", "tensor", (0, 0)),
@@ -220,6 +266,8 @@ KINDS = {
     "gptq 4 with zeros": gptq(sym=False),
     "gptq 8 of version 2": gptq(8, sym=False, version=2),
     "gptq labelled wrongly": gptq(version=2, labelled=1),
+    "nvfp4": nvfp4(),
+    "nvfp4 of weights alone": nvfp4(has_inputs=False),
     "awq": awq(),
     "awq by channel": awq(0),
 }
