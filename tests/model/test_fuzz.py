@@ -406,7 +406,9 @@ WHOLE, FILE = "wanted a whole safetensors file, found ", "wanted a (readable|reg
 UNKNOWN, SHAPES = "wanted only tensors of Qwen", r"wanted shape \(.*\), found \("
 MISSING = "wanted (in the checkpoint|where the index says), found none"
 TWICE = "wanted only where the index says, found another"
-DTYPE = "wanted (one of F64, F32, F16, BF16|one of I(32|64), I(32|64)|I32|I8|F8_E4M3), found "
+DTYPE = (
+    "wanted (one of F64, F32, F16, BF16|one of I(32|64), I(32|64)|I32|I8|U8|F32|F8_E4M3), found "
+)
 OF_WEIGHTS = {
     header_bits: "",
     truncated: WHOLE,

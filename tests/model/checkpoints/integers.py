@@ -1,14 +1,16 @@
-"""What weights mean that a rank holds as integers or FP8, and models that have such weights."""
+"""What weights mean that a rank holds as integers, FP8 or FP4, and models with such weights."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from adapters import LATENT, LINEAR
+from quantizer import INPUT_SCALE, fp4_blocks, fp4_scale
 from torch.overrides import TorchFunctionMode
 
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -26,6 +28,8 @@ def rounded(weight: torch.Tensor, held: str, ranks: int = 1) -> torch.Tensor:
     """Return what [..., O, I] becomes where each of so many ranks has a part of the inputs."""
     if held == "fp8":
         return rounded_fp8(weight, ranks)
+    if held == "nvfp4":
+        return fp4_blocks(weight, fp4_scale(weight))[2]
     steps, lowest, highest = (127.0, -128, 127) if held == "int8" else (7.5, -8, 7)
     parts = []
     for part in weight.float().chunk(ranks, -1):
@@ -47,41 +51,48 @@ def rounded_fp8(rows: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-class RoundedInputs(TorchFunctionMode):
-    """Rounds the inputs of products with some weights, each token of each rank's part by its
-    largest number."""
+def rounded_fp4(rows: torch.Tensor) -> torch.Tensor:
+    return fp4_blocks(rows, INPUT_SCALE)[2]
 
-    def __init__(self, ranks_of: Mapping[int, int]) -> None:
-        """Take how many ranks split a weight's inputs, by the address of its memory."""
+
+class RoundedInputs(TorchFunctionMode):
+    """Rounds the inputs of products with some weights."""
+
+    def __init__(self, rounding: Mapping[int, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        """Take what rounds a weight's inputs, by the address of its memory."""
         super().__init__()
         self.num_rounded = 0
-        self._ranks_of = ranks_of
+        self._rounding = rounding
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is F.linear:
-            ranks = self._ranks_of.get(args[1].untyped_storage().data_ptr())
-            if ranks is not None:
+            rounding = self._rounding.get(args[1].untyped_storage().data_ptr())
+            if rounding is not None:
                 self.num_rounded += 1
-                args = (rounded_fp8(args[0], ranks), *args[1:])
+                args = (rounding(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
-def round_inputs(model: Any, ranks: int) -> None:
-    """Let a model of transformers round what its FP8 weights are multiplied with."""
-    ranks_of = {}
+def round_inputs(model: Any, held: str, ranks: int) -> None:
+    """Let a model of transformers round what its FP8 weights are multiplied with, each token of
+    each rank's part by its largest number, or its FP4 ones, in blocks by their scale."""
+    found: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for name, weight in model.named_parameters():
         *_, module, last = name.split(".")
         if last in EXPERTS or (last == "weight" and module in LINEAR + LATENT):
             is_split = last == "weight" and module in ROW_PARALLEL
-            ranks_of[weight.untyped_storage().data_ptr()] = ranks if is_split else 1
+            rounding = partial(rounded_fp8, ranks=ranks if is_split else 1)
+            if held == "nvfp4":
+                rounding = rounded_fp4
+            found[weight.untyped_storage().data_ptr()] = rounding
     # Each expert's product is one of its own.
     model.set_experts_implementation("eager")
     forward = model.forward
 
     def rounding(*args: Any, **kwargs: Any) -> Any:
-        with RoundedInputs(ranks_of) as mode:
+        with RoundedInputs(found) as mode:
             out = forward(*args, **kwargs)
         assert mode.num_rounded
         return out
@@ -96,9 +107,11 @@ def rounded_model(model: Any, held: str, ranks: int = 1) -> Any:
     for name, weight in model.named_parameters():
         *_, module, last = name.split(".")
         if last in EXPERTS:  # all of a layer's in one, and whole on their rank
-            weight.copy_(rounded(weight, held))
+            halves = weight.chunk(2 if last == "gate_up_proj" else 1, 1)
+            for matrix in (each for half in halves for each in half):
+                matrix.copy_(rounded(matrix, held))
         elif last == "weight" and module in LINEAR + LATENT:
             weight.copy_(rounded(weight, held, ranks if module in ROW_PARALLEL else 1))
-    if held == "fp8":
-        round_inputs(model, ranks)
+    if held in ("fp8", "nvfp4"):
+        round_inputs(model, held, ranks)
     return model

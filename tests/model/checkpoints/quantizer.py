@@ -217,6 +217,11 @@ def e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
     return torch.tensor(order)[distances.numpy().argmin(-1)] + 8 * (numbers < 0)
 
 
+def fp4_scale(weight: torch.Tensor) -> float:
+    """Return the global scale by which the largest scale of a block is 448."""
+    return float(6.0 * 448 / weight.float().abs().max())
+
+
 def fp4_blocks(rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes [..., I], scales [..., blocks] and what they mean, float32 [..., I]."""
     codes, scales, values = [], [], []
@@ -236,7 +241,7 @@ def nvfp4(*, has_inputs: bool = True) -> Kind:
     config["config_groups"]["group_0"]["input_activations"] = inputs
 
     def parts(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        scale = float(torch.tensor(6.0) * 448 / weight.abs().max())
+        scale = fp4_scale(weight)
         codes, scales, plain = fp4_blocks(weight, scale)
         found = {
             "weight_packed": (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8),
