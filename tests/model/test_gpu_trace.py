@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantizer import KINDS, write
 
 from compile.config import CompilationConfig
 from compile.counters import counter
@@ -131,20 +132,34 @@ def test_two_gpus_sum_and_norm_in_one_op(
     assert max(errors) < TOLERANCE
 
 
-@pytest.mark.feature("O03")
 @pytest.mark.parametrize(
     "use_inductor", [pytest.param(True, marks=pytest.mark.slow), False], ids=["inductor", "traced"]
 )
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param("fp8", marks=pytest.mark.feature("O03")),
+        pytest.param("nvfp4", marks=pytest.mark.feature("O04")),
+    ],
+)
 def test_two_gpus_sum_norm_and_quantize_in_one_op(
-    use_inductor: bool, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
+    held: WeightFormat,
+    use_inductor: bool,
+    make_checkpoint: Any,
+    load: Any,
+    paged: Any,
+    run_ranks: Any,
+    tmp_path: Path,
 ) -> None:
-    """Each norm of a sum but the last, whose reader, the head, is no FP8 product."""
-    path, _ = make_checkpoint(**SMALL)
+    """Each norm of a sum but the last, whose reader, the head, is no FP8 or FP4 product."""
+    path, _ = make_checkpoint(**SMALL | {"intermediate_size": 64})
+    if held == "nvfp4":
+        path, _ = write(path, KINDS[held], tmp_path)
     num_quantized = 2 * LAYERS - 1
     with counter.expect(num_pass_matches=2 * ((2 + 1) * LAYERS + num_quantized)):
         errors = run_ranks(
             2,
-            lambda shard: compare(load, paged, path, shard, use_inductor=use_inductor, held="fp8"),
+            lambda shard: compare(load, paged, path, shard, use_inductor=use_inductor, held=held),
         )
     # Fused or not, the same functions compute.
     assert max(errors) < TOLERANCE

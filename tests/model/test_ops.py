@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from cluster.group.membership import make_group
 from compile.context import ForwardContext, KVCacheTensor, forward_context
-from compile.passes.quantizers import FP8, quantize_fp8_per_token
+from compile.passes.quantizers import FP8, quantize_fp8_per_token, quantize_nvfp4
 from model.config import Latent
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
+from model.kernels.scaled_linear import BlockScaledWeight
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.latent_attention import LatentAttention
 from model.parallel import Placement, Shard
@@ -75,6 +76,7 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     qkv = torch.randn(T, H + 2 * HKV, D)
     q, k, v = qkv.split_with_sizes([H, HKV, HKV], dim=1)
     cos, sin = torch.randn(2, T, 1, D // 2)
+    scale = torch.tensor([300.0])
     q_nope, q_pe = torch.randn(T, H, 7 + 6).split([7, 6], dim=-1)
     c, k_pe, with_values = torch.randn(T, 10), torch.randn(T, 6), torch.empty(T, H, 9)
     found: dict[str, list[tuple[Any, ...]]] = {
@@ -104,11 +106,20 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         "all_reduce": [(x, shard.group_name)],
         "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "quantize_fp8_per_token": [(x,), (wide,), (x[:0],)],
+        "quantize_nvfp4": [(x, scale), (wide, scale), (x[:0], scale)],
         "scaled_linear": [],
         "fused_add_rms_norm_fp8": [(x, x.clone(), weight, 1e-5)],
         "fused_add_rms_norm_out_fp8": [(wide, wide.clone(), weight, 1e-5)],
         "all_reduce_add_rms_norm_fp8": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "all_reduce_add_rms_norm_out_fp8": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "fused_add_rms_norm_nvfp4": [(x, x.clone(), weight, 1e-5, scale)],
+        "fused_add_rms_norm_out_nvfp4": [(wide, wide.clone(), weight, 1e-5, scale)],
+        "all_reduce_add_rms_norm_nvfp4": [
+            (x, x.clone(), weight, 1e-5, shard.group_name, scale),
+        ],
+        "all_reduce_add_rms_norm_out_nvfp4": [
+            (x, x.clone(), weight, 1e-5, shard.group_name, scale),
+        ],
         "copy_to_user_buffers": [(x, shard.group_name), (wide, shard.group_name)],
         "mm_to_user_buffers": [(x, torch.randn(E, 32, dtype=dtype), shard.group_name)],
         "packed_linear_to_user_buffers": [],
@@ -122,7 +133,10 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     for bias in (None, torch.randn(32, dtype=dtype)):
         rounded = quantize_fp8_per_token(x)
         found["scaled_linear"].append((*rounded, scaled.handle, bias, 32, dtype))
-    found[""].append((scaled,))
+    numbers, blocks = quantize_nvfp4(torch.randn(32, E), scale)
+    fp4 = PackedWeight(BlockScaledWeight(numbers, blocks, scale.repeat(1, 32), scale))
+    found["scaled_linear"].append((*quantize_nvfp4(x, scale), fp4.handle, None, 32, dtype))
+    found[""].append((scaled, fp4))
     if can_pack(dtype, torch.device("cpu")):
         _add_packed(found, x, shard.group_name)
     return found

@@ -347,15 +347,23 @@ class Oracle:
             self.adapters, self.merged = two_adapters(self.path, self.model)
 
     def with_integers(self, held: str, ranks: int) -> Oracle:
-        """Return one of the weights that so many ranks hold as integers, adapters added to them."""
+        """Return one of the weights that so many ranks hold as integers, adapters added to them;
+        with FP4, of a checkpoint that has these numbers."""
         from integers import rounded_model
+        from quantizer import KINDS, write
 
+        path = self.path
+        if held == "nvfp4":
+            path = self.path.with_name(f"{self.path.name} in FP4")
+            if not path.exists():
+                path, _ = write(self.path, KINDS[held], path)
         model, merged = rounded_model(self.model, held, ranks), copy.deepcopy(self.merged)
         with torch.no_grad():
             for each in merged:
                 for weight, plain, found in zip(*parameters(each, self.model, model), strict=True):
                     weight += found - plain
-        return replace(self, model=model, merged=merged, has_fp8_inputs=held == "fp8")
+        rounds_inputs = held in ("fp8", "nvfp4")
+        return replace(self, path=path, model=model, merged=merged, has_fp8_inputs=rounds_inputs)
 
     @torch.inference_mode()
     def check_greedy(self, prompt: list[int], output: list[int], lora: int = 0) -> None:

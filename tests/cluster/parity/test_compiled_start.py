@@ -28,6 +28,7 @@ from compile.counters import counter
 from compile.errors import FieldError
 from model.kernels import cpu
 from model.parallel import communicator_of
+from model.quantization import WeightFormat
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = Row("six heads", "run down", level=3, mode=CUDAGraphMode.NONE)
@@ -112,14 +113,20 @@ def test_two_ranks_sum_and_norm_in_one_op_without_a_compiler(
     assert "auto_functionalized" not in sources and "clone" not in sources
 
 
-@pytest.mark.feature("O03", "S08")
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param("fp8", marks=pytest.mark.feature("O03", "S08")),
+        pytest.param("nvfp4", marks=pytest.mark.feature("O04", "S08")),
+    ],
+)
 def test_two_ranks_sum_norm_and_quantize_in_one_op_without_a_compiler(
-    make_oracle: Callable[[str], Any], tmp_path: Path
+    held: WeightFormat, make_oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    """Of the norms of sums, all but the last, behind which is the head, feed an FP8 product. Tokens
-    are those of the forward as it is written, where each of the three is an op of its own."""
-    oracle, prompt = make_oracle("llama3 rope"), [1, 2, 3]
-    row = replace(ROW, tp=2, held="fp8")
+    """Of the norms of sums, all but the last, behind which is the head, feed an FP8 or FP4 product.
+    Tokens are those of the forward as it is written, where each of the three is an op of its own."""
+    oracle, prompt = make_oracle("llama3 rope").with_integers(held, 2), [1, 2, 3]
+    row = replace(ROW, tp=2, held=held)
     # Prompts run the pieces, and decodes replay them.
     fused = replace(row, mode=CUDAGraphMode.FULL_DECODE_ONLY)
     options = {"use_inductor": False, "cudagraph_capture_sizes": (1,)}
@@ -130,12 +137,12 @@ def test_two_ranks_sum_norm_and_quantize_in_one_op_without_a_compiler(
     with started(oracle, replace(row, level=0), str(tmp_path)) as leader:
         written = tokens_of(run(leader.engine, [Request(prompt, 12).message(0)])["0"])
     assert output == written
-    oracle.with_integers("fp8", 2).check_greedy(prompt, output)
+    oracle.check_greedy(prompt, output)
     # Of three different pieces, the first has the embedding's sum, the middle one both sums of a
     # layer, and so has the last. Ranks that compile at once may leave two artifacts of each.
     sums, plain, quantized = (
         sources.count(f"lockstep.{op}.default(")
-        for op in ("all_reduce", "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_fp8")
+        for op in ("all_reduce", "all_reduce_add_rms_norm", f"all_reduce_add_rms_norm_{held}")
     )
     assert (plain, quantized) == (sums, 3 * sums) and sums
     assert "auto_functionalized" not in sources and "clone" not in sources

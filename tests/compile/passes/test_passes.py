@@ -34,7 +34,7 @@ from compile.passes.graph_pass import (
     writes,
 )
 from compile.passes.manager import PASSES, PassManager
-from compile.passes.quantizers import quantize_fp8_per_token
+from compile.passes.quantizers import quantize_fp8_per_token, quantize_nvfp4
 from model.kernels import dispatch, elementwise
 
 
@@ -202,7 +202,7 @@ def test_both_norms_of_a_block_are_fused(graph_of: Any, dtype: torch.dtype) -> N
 
 def named(args: tuple[torch.Tensor, ...], node: torch.fx.Node) -> torch.Tensor:
     """Return the argument that a placeholder stands for."""
-    names = {"x": 0, "residual": 1, "weight": 2}
+    names = {"x": 0, "residual": 1, "weight": 2, "scale": 3, "other": 4}
     name = node.name.removeprefix("l_").split("_")[0]
     return args[names[name]]
 
@@ -319,6 +319,69 @@ def test_a_norm_and_what_quantizes_it_are_one_op(
     inputs = [named(args, node) for node in module.graph.find_nodes(op="placeholder")]
     for found, wanted in zip(module(*inputs), function(*args), strict=True):
         assert torch.equal(found.float(), wanted.float())
+
+
+_FP4_SCALES = torch.tensor([300.0]), torch.tensor([40.0])
+
+
+def fp4_arguments(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Of rows of whole blocks."""
+    return torch.randn(5, 32).to(dtype), torch.randn(5, 32).to(dtype), torch.randn(32).to(dtype)
+
+
+def quantized_to_fp4(x: Any, residual: Any, weight: Any, scale: Any, other: Any) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return *quantize_nvfp4(normed, scale), summed
+
+
+def with_the_norm_to_fp4(x: Any, residual: Any, weight: Any, scale: Any, other: Any) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    first, second = quantize_nvfp4(normed, scale), quantize_nvfp4(normed, scale)
+    return first[0], second[1], normed * 2, summed
+
+
+def by_two_scales(x: Any, residual: Any, weight: Any, scale: Any, other: Any) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return *quantize_nvfp4(normed, scale), *quantize_nvfp4(normed, other), summed
+
+
+@pytest.mark.feature("O04")
+@pytest.mark.parametrize(
+    ("function", "ops"),
+    [
+        (quantized_to_fp4, ["fused_add_rms_norm_nvfp4"]),
+        (with_the_norm_to_fp4, ["fused_add_rms_norm_out_nvfp4"]),
+        (by_two_scales, ["fused_add_rms_norm_out_nvfp4", "quantize_nvfp4"]),
+    ],
+)
+@DTYPES
+def test_a_norm_and_what_makes_fp4_of_it_are_one_op(
+    graph_of: Any, function: Any, ops: list[str], dtype: torch.dtype
+) -> None:
+    """The scale that the numbers are made by is the op's last argument."""
+    args = (*fp4_arguments(dtype), *_FP4_SCALES)
+    module = graph_of(function, *args)
+    assert FuseRMSNormQuantize()(module.graph) == 1
+    module.graph.lint()
+    module.recompile()
+    called = [node for node in module.graph.nodes if "lockstep" in str(node.target)]
+    assert [operation(node).kind for node in called] == [f"lockstep::{op}" for op in ops]
+    found = called[0].meta.get("val", called[0].meta.get("example_value"))
+    wanted = called[0].target(*args[:3], 1e-5, args[3])
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in wanted]
+    inputs = [named(args, node) for node in module.graph.find_nodes(op="placeholder")]
+    for each, expected in zip(module(*inputs), function(*args), strict=True):
+        assert torch.equal(each.float(), expected.float())
+
+
+def by_a_scale_that_follows(x: Any, residual: Any, weight: Any, scale: Any, other: Any) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return *quantize_nvfp4(normed, scale * normed.abs().amax()), summed
+
+
+def test_numbers_by_a_scale_that_follows_from_the_norm_are_made_behind_it(graph_of: Any) -> None:
+    module = graph_of(by_a_scale_that_follows, *fp4_arguments(torch.float32), *_FP4_SCALES)
+    assert FuseRMSNormQuantize()(module.graph) == 0
 
 
 def quantizes_the_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
