@@ -530,9 +530,10 @@ def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:
 
 
 def _held_weights(engine: EngineConfig) -> str:
-    """Integers of a layer whose inputs are split follow from a rank's part."""
-    if engine.quantization == "auto":
-        return "auto"
+    """Integers and FP8 numbers of a layer whose inputs are split follow from a rank's part; FP4
+    ones are the checkpoint's."""
+    if engine.quantization in ("auto", "nvfp4"):
+        return engine.quantization
     return f"{engine.quantization} on {engine.parallel.tensor_parallel_size}"
 
 

@@ -441,6 +441,28 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "Numbers of FP4 that are as near two others are rounded away from zero (O04).",
+        "compile/passes/quantizers.py",
+        {"(size * 2).round()": "(size * 2 + 0.5).floor()"},
+        (
+            "tests/model/test_nvfp4.py::"
+            "test_every_bfloat16_is_rounded_to_the_nearest_number_and_ties_to_even",
+        ),
+    ),
+    Mutation(
+        "Two that make FP4 numbers of a norm, each by its own scale, get one's numbers (O04).",
+        "compile/passes/fuse_rms_norm_quantize.py",
+        {
+            "if operation(user) == operation(quantized)": (
+                "if operation(user).kind == operation(quantized).kind"
+            )
+        },
+        (
+            "tests/compile/passes/test_passes.py::"
+            "test_a_norm_and_what_makes_fp4_of_it_are_one_op[aten-float32-by_two_scales-ops2]",
+        ),
+    ),
+    Mutation(
         "The inputs of FP8 weights are rounded by one scale for all tokens (S08).",
         "compile/passes/quantizers.py",
         {"wide.abs().amax(-1, keepdim=True)": "wide.abs().amax().expand(*x.shape[:-1], 1)"},

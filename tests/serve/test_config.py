@@ -342,7 +342,9 @@ def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
         sizes = {f"{pool}.tensor_parallel_size": size for pool in ("prefill", "decode")}
         return hashes_of({"device": "cpu", "quantization": kind, **sizes})[0]
 
-    assert numerics(1, "auto") == numerics(2, "auto")
+    for kind in ("auto", "nvfp4"):  # as the checkpoint has them
+        assert numerics(1, kind) == numerics(2, kind)
+    assert numerics(1, "auto") != numerics(1, "nvfp4")
     assert len({numerics(size, kind) for size in (1, 2) for kind in HELD}) == 6
 
 
@@ -520,10 +522,13 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             ({"kv_cache_dtype": kind}, "kv_cache_dtype: wanted auto, fp8 or fp8_e4m3, found")
             for kind in ("fp8_e5m2", "fp8_inc", "int8", "bfloat16")
         ),
-        ({"quantization": "fp4"}, "quantization: wanted auto, int8, int4 or fp8, found 'fp4'"),
+        (
+            {"quantization": "fp4"},
+            "quantization: wanted auto, int8, int4, fp8 or nvfp4, found 'fp4'",
+        ),
         (
             {"device": "cuda", "quantization": "int4"},
-            "quantization: wanted auto or fp8 with device=cuda (kernels for integers are built for",
+            "quantization: wanted auto, fp8 or nvfp4 with device=cuda (CPUs alone have kernels for",
         ),
         (
             {"device": "cuda", "quantization": "fp8", "dtype": "float16"},

@@ -327,11 +327,13 @@ def adapted(row: Row, is_slow: bool = False) -> Any:
 
 
 def integers() -> Iterator[Any]:
-    """Linear layers hold integers or FP8: tokens are those of a model with the numbers they stand
+    """Linear layers hold integers, FP8 or FP4: tokens are those of a model with the numbers they stand
     for."""
     yield held("fp8", Row("six heads", "run down", mode=FULL))
     yield held("fp8", Row("one kv head", "few", 2, mode=DECODE_ONLY), True)
     yield held("fp8", Row("mixtral tied eight experts", "run down", 1, 2), True)
+    yield held("nvfp4", Row("llama3 rope", "run down", mode=FULL))
+    yield held("nvfp4", Row("llama3 rope", "few", 2, mode=DECODE_ONLY), True)
     for shape in COMPILED:
         yield held("int8", Row(shape, "everything"), shape in SLOW_COMPILED)
         yield held("int4", Row(shape, "run down", mode=FULL), shape not in BOTH_ATTENTIONS)
