@@ -327,8 +327,8 @@ def adapted(row: Row, is_slow: bool = False) -> Any:
 
 
 def integers() -> Iterator[Any]:
-    """Linear layers hold integers, FP8 or FP4: tokens are those of a model with the numbers they stand
-    for."""
+    """Linear layers hold integers, FP8 or FP4: tokens are those of a model with the numbers they
+    stand for."""
     yield held("fp8", Row("six heads", "run down", mode=FULL))
     yield held("fp8", Row("one kv head", "few", 2, mode=DECODE_ONLY), True)
     yield held("fp8", Row("mixtral tied eight experts", "run down", 1, 2), True)
