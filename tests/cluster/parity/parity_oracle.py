@@ -80,6 +80,8 @@ LLAMA_SHAPES = {
             original_max_position_embeddings=24,
         ),
     ),
+    # Of two ranks, too.
+    "whole blocks of 16": shape((4, 2, 64), intermediate_size=96),
     "linear rope": shape(
         (2, 2, 48), max_position_embeddings=40, rope_parameters=rope("linear", factor=3.5)
     ),
@@ -272,6 +274,7 @@ SHAPES = LLAMA_SHAPES | {  # the first word of the others is their family
     ),
 }
 SLOW_SHAPES = {
+    "whole blocks of 16",
     "mistral window 13 wide heads",
     "mistral without window",
     "mistral window 11 two kv heads",

@@ -126,7 +126,7 @@ def test_two_ranks_sum_norm_and_quantize_in_one_op_without_a_compiler(
     """Of the norms of sums, all but the last, behind which is the head, feed a product of short
     numbers. Tokens are those of the forward as it is written, where each of the three is an op of
     its own."""
-    oracle, prompt = make_oracle("llama3 rope").with_integers(held, 2), [1, 2, 3]
+    oracle, prompt = make_oracle("whole blocks of 16").with_integers(held, 2), [1, 2, 3]
     row = replace(ROW, tp=2, held=held)
     # Prompts run the pieces, and decodes replay them.
     fused = replace(row, mode=CUDAGraphMode.FULL_DECODE_ONLY)

@@ -332,8 +332,8 @@ def integers() -> Iterator[Any]:
     yield held("fp8", Row("six heads", "run down", mode=FULL))
     yield held("fp8", Row("one kv head", "few", 2, mode=DECODE_ONLY), True)
     yield held("fp8", Row("mixtral tied eight experts", "run down", 1, 2), True)
-    yield held("nvfp4", Row("llama3 rope", "run down", mode=FULL))
-    yield held("nvfp4", Row("llama3 rope", "few", 2, mode=DECODE_ONLY), True)
+    yield held("nvfp4", Row("whole blocks of 16", "run down", mode=FULL))
+    yield held("nvfp4", Row("whole blocks of 16", "few", 2, mode=DECODE_ONLY), True)
     for shape in COMPILED:
         yield held("int8", Row(shape, "everything"), shape in SLOW_COMPILED)
         yield held("int4", Row(shape, "run down", mode=FULL), shape not in BOTH_ATTENTIONS)
