@@ -24,13 +24,19 @@ from torch._C._distributed_c10d import (
 
 from compile.custom_op import direct_register_custom_op
 from compile.errors import FieldError
+from compile.passes.fuse_all_reduce_rms_norm import OP_NAME, all_reduce_then_norm
 from model.kernels.cpu.communicator import ShmCommunicator
 from model.quantization import WeightFormat
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
+    from model.kernels.triton.all_reduce import PeerMemory
+
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmCommunicator] = (
+    weakref.WeakKeyDictionary()
+)
+_peer_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemory] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
@@ -75,6 +81,12 @@ def communicator_of(group_name: str) -> ShmCommunicator | None:
     return _communicators.get(find_group(group_name))
 
 
+def share_peer_memory(group: dist.ProcessGroup, memory: PeerMemory) -> None:
+    """Let sums that a norm follows go through memory which all ranks' GPUs have mapped, where it
+    serves."""
+    _peer_memories[group] = memory
+
+
 def _all_reduce(x: torch.Tensor, group_name: str) -> None:
     group = find_group(group_name)
     near = _communicators.get(group)
@@ -97,6 +109,15 @@ def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str
         return joined
     parts = zip(joined.chunk(len(sizes)), sizes, strict=True)
     return torch.cat([part.narrow(dim, 0, n) for part, n in parts], dim)
+
+
+def _all_reduce_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `all_reduce_then_norm` does, on GPUs, in one kernel where they share memory."""
+    peers = _peer_memories.get(find_group(group_name))
+    found = None if peers is None else peers.all_reduce_add_rms_norm(x, residual, weight, eps)
+    return found or all_reduce_then_norm(x, residual, weight, eps, group_name)
 
 
 def _padded(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
@@ -147,6 +168,10 @@ def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> to
 all_reduce = direct_register_custom_op("all_reduce", _all_reduce, mutates_args=["x"])
 all_gather = direct_register_custom_op("all_gather", _all_gather, fake_impl=_all_gather_fake)
 gather = direct_register_custom_op("gather", _gather, mutates_args=["parts"])
+# `compile.passes` defines it, because its pass writes it into graphs.
+direct_register_custom_op(
+    OP_NAME, _all_reduce_add_rms_norm, mutates_args=["x"], dispatch_key="CUDA"
+)
 
 
 @dataclass(frozen=True)

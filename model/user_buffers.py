@@ -54,8 +54,9 @@ def _all_reduce_add_rms_norm(
     near, rows = communicator_of(group_name), Shard.named(group_name).slice(len(x))
     own = x.new_empty(residual[rows].shape)
     if near is None or not near.reduce_scatter(x, own):
-        torch.ops.lockstep.all_reduce(x, group_name)
-        normed, summed = torch.ops.lockstep.fused_add_rms_norm(x, residual, weight, eps)
+        normed, summed = torch.ops.lockstep.all_reduce_add_rms_norm(
+            x, residual, weight, eps, group_name
+        )
         return normed, summed
     normed, summed = torch.empty_like(residual), torch.empty_like(residual)
     if len(own):

@@ -1,5 +1,5 @@
 """The process group of the ranks that step together: gloo on CPU, NCCL on CUDA. Ranks on the CPU of
-one node exchange what they can through memory that they share.
+one node exchange what they can through memory that they share, and so do GPUs (`peer_memory`).
 
 The first leader's process keeps a store, on a listener that it opened before. All ranks that step
 together join through it and wait for one another in it. Its first entry is the first leader's
@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (
 )
 
 from cluster.group.links import check_hello
+from cluster.group.peer_memory import share_gpu_memory
 from cluster.group.rendezvous import Rendezvous
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import FrameError, decode, encode
@@ -94,6 +95,8 @@ class GroupMembership:
             experts = new_group(f"experts/{tp_rank}", dp_rank, dp_size)
             data = Shard(dp_rank, dp_size, experts, kind="dp")
         joined.shard = Shard(tp_rank, size, tensor, data=data)
+        if device == "cuda" and size > 1:
+            share_gpu_memory(PrefixStore(f"peers/{dp_rank}", store), joined.shard)
         return joined
 
     def all_reduce_min(self, name: str, value: int) -> int:

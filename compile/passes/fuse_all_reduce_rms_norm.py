@@ -1,6 +1,7 @@
 """Fuse a sum over ranks, a residual's addition and the RMSNorm behind it into one op, which a
-kernel over the ranks' memory can do at once. It runs behind `fuse_add_rms_norm`, on what that has
-fused, and on norms that are one op already. Shapes: T tokens, E hidden size."""
+kernel over the ranks' memory can do at once (on a GPU: `model.parallel`). It runs behind
+`fuse_add_rms_norm`, on what that has fused, and on norms that are one op already. Shapes: T tokens,
+E hidden size."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from compile.passes.graph_pass import Bind, Match, Op, Scalar, source_hash, valu
 OP_NAME = "all_reduce_add_rms_norm"
 
 
-def _all_reduce_add_rms_norm(
+def all_reduce_then_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of residual plus the ranks' sum of x, and that sum with the residual. x is
@@ -34,7 +35,7 @@ def _fake(
 
 
 all_reduce_add_rms_norm = direct_register_custom_op(
-    OP_NAME, _all_reduce_add_rms_norm, mutates_args=["x"], fake_impl=_fake, is_composite=True
+    OP_NAME, all_reduce_then_norm, mutates_args=["x"], fake_impl=_fake, is_composite=True
 )
 
 _REDUCED = Op(f"{LIBRARY}::all_reduce", (Bind("x"), Scalar("group_name")), name="reduced")

@@ -39,6 +39,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from model.kernels.paged_attention import FP8
+from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -49,6 +50,7 @@ from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 
 KERNEL_MODULES = (
+    triton_all_reduce,
     triton_decode,
     triton_experts,
     triton_elementwise,
@@ -121,6 +123,8 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
     x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
     yield "E4096", lambda: triton_elementwise.rms_norm(x, weight, 1e-5)
     yield "E4096 residual", lambda: triton_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
+    for num_ranks, hidden, held in ((2, 4096, dtype), (8, 8192, dtype), (3, 100, torch.float32)):
+        yield all_reduce_case(num_ranks, hidden, held)
     for num_tokens in (1, 4096):
         # Experts as Qwen3-30B-A3B has them, with the lowest tiles and the highest.
         yield expert_case(num_tokens, 128, 8, 2048, 768, dtype)
@@ -129,6 +133,16 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
     logits, limits = empty(32, 151_936, dtype=torch.float32), empty(32, dtype=torch.float32)
     counts = empty(32, dtype=torch.int64)
     yield "V151936", lambda: triton_filters.filter_top_k_top_p(logits, counts, limits)
+
+
+def all_reduce_case(
+    num_ranks: int, hidden: int, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a call that sums over ranks."""
+    peers = triton_all_reduce.PeerMemory(empty(0, dtype=torch.uint8), [0] * num_ranks, 0)
+    x, weight = empty(8, hidden, dtype=dtype), empty(hidden, dtype=dtype)
+    name = f"R{num_ranks} E{hidden}"
+    return name, lambda: peers.all_reduce_add_rms_norm(x, x, weight, 1e-5)
 
 
 def expert_case(

@@ -14,6 +14,25 @@ BLOCK = 1024
 
 
 @triton.jit
+def write_norm(
+    values: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write a row's norm. values: [BLOCK], float32, zeros from SIZE on."""
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    dtype = out.dtype.element_ty
+    normed = (values * scale).to(dtype).to(tl.float32)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + columns, (weights * normed).to(dtype), mask=is_column)
+
+
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -40,11 +59,12 @@ def _norm_kernel(
         rounded = values.to(summed.dtype.element_ty)
         tl.store(summed + row * stride_summed + columns, rounded, mask=is_column)
         values = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    dtype = out.dtype.element_ty
-    normed = (values * scale).to(dtype).to(tl.float32)
-    weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + columns, (weights * normed).to(dtype), mask=is_column)
+    write_norm(values, weight, out + row * SIZE, eps, SIZE, BLOCK)
+
+
+def norm_warps(block: int) -> int:
+    """Return how many warps share a row that fits into `block`: 16 values per thread."""
+    return min(max(block // 512, 1), 16)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,8 +110,7 @@ def _launch(
         0 if summed is None else summed.stride(0),
         SIZE=size,
         BLOCK=block,
-        # 16 values per thread.
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=norm_warps(block),
     )
 
 

@@ -81,6 +81,7 @@ def test_kernels_equal_their_torch_references(
 
 REPORT = ROOT / "examples" / "bench" / "kernel_report.py"
 KERNELS = {
+    "all_reduce": ("all_reduce_norm",),
     "decode": ("join", "split"),
     "elementwise": ("norm", "silu"),
     "experts": ("down", "sum", "up"),
