@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 
 from model.parallel import Shard, share_peer_memory
+
+if TYPE_CHECKING:
+    from model.kernels.triton.all_reduce import PeerMemory
 
 log = logging.getLogger("lockstep.group")
 
@@ -23,12 +27,9 @@ log = logging.getLogger("lockstep.group")
 def gpus_within_reach() -> dict[str, str]:
     """Return this process's GPUs by their UUIDs, its own first, each with why its memory cannot be
     used; empty: it can."""
-    from torch._C._distributed_c10d import (
-        _detect_dma_connectivity,  # type: ignore[attr-defined]
-    )
-
     found = {_uuid(0): ""}
-    num_links = _detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[0]
+    detect: Any = getattr(c10d, "_detect_dma_connectivity")  # noqa: B009 (torch declares it nowhere)
+    num_links = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[0]
     for index in range(1, torch.cuda.device_count()):
         missing = "" if torch.cuda.can_device_access_peer(0, index) else "no access to its memory"
         found[_uuid(index)] = missing or ("" if num_links[index] else "no NVLink to it")
@@ -39,20 +40,20 @@ def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def map_memory(shard: Shard) -> Any:
+def map_memory(shard: Shard) -> PeerMemory:
     """Return this rank's end of memory that all ranks of the group map, each at the same time."""
-    from torch.distributed import _symmetric_memory as symm_mem
+    from torch.distributed._symmetric_memory import rendezvous
 
     from model.kernels.triton.all_reduce import MEMORY_BYTES, PeerMemory
 
     assert shard.group is not None
     # Not from a pool: it begins where the allocation does, which is what peers are told.
-    memory = symm_mem._SymmetricMemory.empty_strided_p2p(
+    memory = c10d._SymmetricMemory.empty_strided_p2p(
         (MEMORY_BYTES,), (1,), torch.uint8, torch.device("cuda", 0)
     ).zero_()
     # Peers write flags from their first call on, which may come before this rank's own.
     torch.cuda.synchronize()
-    handle = symm_mem.rendezvous(memory, shard.group)
+    handle = rendezvous(memory, shard.group)
     addresses = handle.buffer_ptrs
     if addresses[shard.rank] != memory.data_ptr():
         raise RuntimeError("symmetric memory does not begin where its tensor does")
@@ -63,7 +64,7 @@ def share_gpu_memory(
     store: Store,
     shard: Shard,
     reach: Callable[[], Mapping[str, str]] = gpus_within_reach,
-    map_all: Callable[[Shard], Any] = map_memory,
+    map_all: Callable[[Shard], PeerMemory] = map_memory,
 ) -> None:
     """Let sums of the group go through memory that all its GPUs map, if all ranks can. `store` is
     the group's own."""
@@ -83,8 +84,7 @@ def share_gpu_memory(
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         why = _of_any_rank(store, shard, "map", why)
-    if not why:
-        assert shard.group is not None
+    if not why and memory is not None and shard.group is not None:
         share_peer_memory(shard.group, memory)
     if shard.rank == 0:
         way = f"NCCL, because {why}" if why else "memory that their GPUs map, if they are small"

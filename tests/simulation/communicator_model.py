@@ -15,11 +15,12 @@ three exchanges in a row show what more would.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+S = TypeVar("S")
 ONE_SHOT, TWO_SHOT, BROADCAST, GATHER = "one-shot", "two-shot", "broadcast", "gather"
 GATHER_TO_ALL = "gather to all"
 USER_BUFFERS = "user buffers"
@@ -149,17 +150,24 @@ def num_states(ranks: int, kinds: tuple[str, ...], without: str = "") -> int:
     empty = ((0, "") for _ in range(ranks))
     slots = (tuple(empty),) * (PLACES * ranks)
     first = State((0,) * ranks, (0,) * ranks, slots)
+    ends = tuple(map(len, programs))
+    return visit(first, lambda state: successors(state, programs), lambda s: s.places == ends)
+
+
+def visit(first: S, following: Callable[[S], Iterable[S]], has_ended: Callable[[S], bool]) -> int:
+    """Visit every state that follows from the first, and return how many there are; WrongError:
+    `following` says so, or nothing follows though not all has ended."""
     seen, waiting = {first}, [first]
     while waiting:
         state = waiting.pop()
         can_go_on = False
-        for following in successors(state, programs):
+        for each in following(state):
             can_go_on = True
-            if following not in seen:
-                seen.add(following)
-                waiting.append(following)
-        if not can_go_on and state.places != tuple(map(len, programs)):
-            raise WrongError(f"nobody can go on: {state.places}")
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+        if not can_go_on and not has_ended(state):
+            raise WrongError(f"nobody can go on: {state}")
     return len(seen)
 
 

@@ -11,9 +11,12 @@ NaN: unused slots, blocks that entries behind a sequence name, blocks that a win
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import random
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -22,11 +25,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile.custom_op import function_of
+from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
+from model import parallel
 from model.kernels import (
     cpu,
     dispatch,
+    elementwise,
     filters,
     latent_attention,
     paged_attention,
@@ -36,6 +44,7 @@ from model.kernels import (
 from model.kernels.cpu import packed_linear
 from model.kernels.dispatch import silu_and_mul
 from model.kernels.paged_attention import FP8, quantize_kv
+from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -412,6 +421,78 @@ def check_norm(rng: random.Random) -> None:
     compare(fused_sum, wanted_sum, exactly=dtype != torch.bfloat16)
 
 
+def check_all_reduce(rng: random.Random) -> None:
+    """Ranks in processes of their own, whose memory all have mapped, as GPUs' would be: calls of
+    all shapes in a row, some ranks late. What a GPU's op would call sums to the bit as torch does
+    in the ranks' order, and norms alike on all ranks."""
+    triton_all_reduce.NUM_PROGRAMS = rng.choice([1, 2, 5, 64])
+    num_ranks, num_calls = rng.choice([2, 3, 4]), 4
+    size = triton_all_reduce.MEMORY_BYTES
+    memories = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(num_ranks)]
+    results = torch.frombuffer(mmap.mmap(-1, 8 * num_ranks * num_calls), dtype=torch.float64)
+    results = results.view(num_ranks, num_calls)
+    ranks = []
+    for rank in range(num_ranks):
+        if child := os.fork():
+            ranks.append(child)
+            continue
+        try:
+            sum_over_ranks(rng, rank, memories, results[rank])
+        except BaseException as error:
+            print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    # One that went wrong leaves the others waiting for it.
+    failed = False
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status and not failed:
+            failed = True
+            for each in ranks:
+                os.kill(each, signal.SIGKILL)
+    assert not failed
+    assert (results == results[0]).all()
+
+
+def sum_over_ranks(
+    rng: random.Random, rank: int, memories: list[torch.Tensor], results: torch.Tensor
+) -> None:
+    """Make one rank's calls, and leave a number that stands for each norm's bits."""
+    own = random.Random(rank)
+    group = dist.ProcessGroup(dist.HashStore(), rank, len(memories))
+    addresses = [memory.data_ptr() for memory in memories]
+    peers = triton_all_reduce.PeerMemory(memories[rank], addresses, rank)
+    parallel.share_peer_memory(group, peers)
+    name = parallel.register_group("tp", group)
+    call = function_of(all_reduce_add_rms_norm.default, "cuda")
+    assert call is not None
+    for number in range(len(results)):
+        dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 16, 33, 100, 896])
+        num_rows = rng.choice([0, 1, 2, 3, 9, 70])
+        xs = torch.randn(len(memories), num_rows, 2 * size, dtype=dtype)[..., :size]
+        residual, weight = torch.randn(num_rows, size + 1, dtype=dtype)[:, 1:], torch.randn(size)
+        if own.random() < 0.3:
+            time.sleep(own.random() / 20)
+        norm, summed = call(xs[rank], residual, weight.to(dtype), 1e-5, name)
+        total = torch.zeros(num_rows, size)
+        for x in xs:
+            total = total + x.float()
+        wanted, wanted_sum = elementwise.fused_add_rms_norm(
+            total.to(dtype), residual, weight.to(dtype), 1e-5
+        )
+        # The interpreter cuts bfloat16 off where hardware rounds: after the sum, and once more.
+        is_exact = dtype != torch.bfloat16
+        compare(summed, wanted_sum, exactly=is_exact)
+        if is_exact:
+            compare(norm, wanted)
+        else:
+            rounded = elementwise.rms_norm(summed, weight.to(dtype), 1e-5)
+            compare(norm, rounded)
+        bits = norm.contiguous().view(torch.uint8).double()
+        results[number] = (bits * torch.arange(1, bits.numel() + 1).view_as(bits)).sum()
+
+
 def check_silu(rng: random.Random) -> None:
     dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 5, 64, 1000, 1024, 1025])
     shape = rng.choice([(7,), (1,), (2, 3)])
@@ -589,6 +670,7 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "latent_decode": check_latent_decode,
     "latent_prefill": check_latent_prefill,
     "norm": check_norm,
+    "all_reduce": check_all_reduce,
     "silu": check_silu,
     "experts": check_experts,
     "filters": check_filters,

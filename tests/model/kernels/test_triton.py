@@ -33,6 +33,7 @@ NUM_SHAPES = {
     "latent_decode": 3,
     "latent_prefill": 2,
     "norm": 5,
+    "all_reduce": 4,
     "silu": 5,
     "experts": 4,
     "filters": 4,
@@ -66,6 +67,7 @@ def interpreted(
 
 def marked(group: str) -> Any:
     marks = [pytest.mark.feature("S09")] if "e4m3" in group else []
+    marks += [pytest.mark.feature("O02")] if group == "all_reduce" else []
     return pytest.param(group, marks=marks)
 
 
