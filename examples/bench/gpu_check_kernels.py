@@ -354,6 +354,7 @@ def part_elementwise(at: Setting) -> Iterator[Row]:
         seconds=at.time_replayed(lambda: norm.add(x, residual)),
         num_bytes=8 * x.numel(),
     )
+    yield sum_of_one_rank(at, norm, wide, hidden)
     gate_up = at.randn(n, 2 * inner)
     yield Row(
         f"silu and mul: {n} x {inner}",
@@ -362,6 +363,33 @@ def part_elementwise(at: Setting) -> Iterator[Row]:
         is_replayed=True,
         seconds=at.time_replayed(lambda: silu_and_mul(gate_up)),
         num_bytes=3 * gate_up.numel(),
+    )
+
+
+def sum_of_one_rank(at: Setting, norm: RMSNorm, wide: RMSNorm, hidden: int) -> Row:
+    """Sum over ranks, add and normalise in one kernel, of a rank that is its only peer: it sets its
+    own flags and waits for them, in every replay anew. No GPU alone can show more of it."""
+    if at.device.type != "cuda":
+        return Row("sum, residual and norm", note="not applicable: of a GPU's kernel alone")
+    from model.kernels.triton.all_reduce import MEMORY_BYTES, PeerMemory
+
+    memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=at.device)
+    peers = PeerMemory(memory, [memory.data_ptr()], 0)
+    x, residual = at.randn(at.pick(32, 4), hidden), at.randn(at.pick(32, 4), hidden)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        found = peers.all_reduce_add_rms_norm(x, residual, norm.weight, norm.eps)
+        assert found is not None
+        return found
+
+    wanted = [t.to(at.device) for t in wide.add(x.float().cpu(), residual.float().cpu())]
+    return Row(
+        f"sum, residual and norm of one rank: {len(x)} x {hidden}",
+        error=max(error_of(*pair) for _ in range(3) for pair in zip(call(), wanted, strict=True)),
+        limit=2e-2,
+        is_replayed=True,
+        seconds=at.time_replayed(call),
+        num_bytes=12 * x.numel(),
     )
 
 

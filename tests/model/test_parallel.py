@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 
+from compile.custom_op import function_of
 from compile.errors import FieldError
+from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm, all_reduce_then_norm
 from model import parallel
 from model.config import ModelConfig
+from model.kernels.triton.all_reduce import MEMORY_BYTES, SLOT_BYTES, PeerMemory
 from model.layers.decoder import CausalLM
 from model.parallel import Placement, Shard
 
@@ -192,6 +195,32 @@ def test_sums_are_scattered_in_sizes_that_change(run_ranks: Any) -> None:
         joined = torch.cat([rank[step] for rank in found])
         assert [len(rank[step]) for rank in found] == sizes
         torch.testing.assert_close(joined, total)
+
+
+@pytest.mark.feature("O02")
+def test_sums_are_their_own_op_where_memory_is_not_common_or_too_small(run_ranks: Any) -> None:
+    """What a GPU's op would call: nothing here has a GPU, so that this computes at all shows that
+    no kernel is launched. A CPU's op is not asked."""
+    op = all_reduce_add_rms_norm.default
+    assert function_of(op, "cpu") is all_reduce_then_norm
+
+    def work(shard: Shard) -> bool:
+        on_gpu, group = function_of(op, "cuda"), shard.group
+        assert on_gpu is not None and group is not None
+        residual, weight = torch.randn(2, 600, 128, generator=torch.manual_seed(7))
+        x = torch.randn(600, 128, generator=torch.manual_seed(shard.rank))
+        given = (residual, weight[0], 1e-5, shard.group_name)
+        wanted = op(x.clone(), *given)
+        assert 2 * SLOT_BYTES.value > x.nbytes > SLOT_BYTES.value
+        results = [on_gpu(x.clone(), *given)]
+        memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8)
+        parallel.share_peer_memory(group, PeerMemory(memory, [memory.data_ptr()] * 2, shard.rank))
+        results.append(on_gpu(x.clone(), *given))
+        return all(
+            torch.equal(*pair) for found in results for pair in zip(found, wanted, strict=True)
+        )
+
+    assert run_ranks(2, work) == [True, True]
 
 
 def group_in_name() -> dist.ProcessGroup:

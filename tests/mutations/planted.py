@@ -901,6 +901,20 @@ MUTATIONS = (
         ("tests/simulation/test_cuda_streams.py",),
     ),
     Mutation(
+        "A GPU reads its peers' rows before they say that those are there (O02).",
+        "model/kernels/triton/all_reduce.py",
+        {"    while least < count:\n": "    while least < count - 1:\n"},
+        ("tests/model/kernels/test_triton.py",),
+    ),
+    Mutation(
+        "A rank maps its GPU's memory though another rank cannot (O02).",
+        "cluster/group/peer_memory.py",
+        {
+            'return next((f"rank {each}: {it}" for each, it in enumerate(reasons) if it), "")': "return why"
+        },
+        ("tests/cluster/group/test_peer_memory.py",),
+    ),
+    Mutation(
         "Ranks that share memory exchange through sockets (P01).",
         "cluster/group/membership.py",
         {"if memory is not None:": "if False:"},
