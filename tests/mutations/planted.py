@@ -909,9 +909,7 @@ MUTATIONS = (
     Mutation(
         "A rank maps its GPU's memory though another rank cannot (O02).",
         "cluster/group/peer_memory.py",
-        {
-            'return next((f"rank {each}: {it}" for each, it in enumerate(reasons) if it), "")': "return why"
-        },
+        {"in enumerate(reasons) if it": "in enumerate(reasons) if it and each == shard.rank"},
         ("tests/cluster/group/test_peer_memory.py",),
     ),
     Mutation(
