@@ -147,6 +147,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    has_custom_all_reduce: bool = True
+    """Whether GPUs of tensor-parallel ranks sum through memory that they map from one another,
+    where they can. Equal on all ranks of a group."""
     overlap: bool = False
     """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
     speculation: SpeculationConfig | None = None

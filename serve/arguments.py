@@ -279,6 +279,10 @@ class DeployArgs(EngineArgs, frozen=True):
     overlap: Literal["auto", "on", "off"] = "auto"
     """`on`: a step is planned while the device runs the one before; `off`: after it; `auto`: `on`
     with `device=cuda`. A CPU runs a step before its launch returns, so nothing is won there."""
+    disable_custom_all_reduce: bool = False
+    """GPUs of tensor-parallel ranks leave all sums to NCCL. Otherwise small ones that a norm
+    follows go through memory that the GPUs map from one another, where NVLink joins them all; the
+    log says which."""
     kv: KVArgs = KVArgs()
     """How KV travels from prefill to decode ranks."""
     single_node: bool = False

@@ -321,6 +321,7 @@ def _resolved(
         scheduler=scheduler,
         compilation=CompilationConfig(**args.compilation),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
+        has_custom_all_reduce=not args.disable_custom_all_reduce,
         overlap=args.overlap == "on"
         or (args.overlap == "auto" and device == "cuda" and speculation is None),
         speculation=speculation,

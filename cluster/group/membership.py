@@ -75,6 +75,7 @@ class GroupMembership:
         dp_rank: int = 0,
         dp_size: int = 1,
         shares_experts: bool = False,
+        maps_gpu_memory: bool = True,
     ) -> GroupMembership:
         """Join those that meet here; a `FrameError` names the field by which the store is another
         group's. `host` is this node's address, `hello` what the first leader's must equal, and
@@ -95,7 +96,7 @@ class GroupMembership:
             experts = new_group(f"experts/{tp_rank}", dp_rank, dp_size)
             data = Shard(dp_rank, dp_size, experts, kind="dp")
         joined.shard = Shard(tp_rank, size, tensor, data=data)
-        if device == "cuda" and size > 1:
+        if maps_gpu_memory and device == "cuda" and size > 1:
             share_gpu_memory(PrefixStore(f"peers/{dp_rank}", store), joined.shard)
         return joined
 

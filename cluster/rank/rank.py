@@ -223,4 +223,5 @@ def _join(
         dp_rank=dp_rank,
         dp_size=dp_size,
         shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
+        maps_gpu_memory=config.has_custom_all_reduce,
     )

@@ -434,6 +434,7 @@ NEITHER = {
     **{"host": "::1", "port": 1, "single_node": True, "prefill.on_decode": "auto"},
     **{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     **{"max_loras": 2, "max_lora_rank": 8, "admin_keys": "open"},
+    "disable_custom_all_reduce": True,
 }
 """Streams go on at the successor with their KV, if it has a pool of that name."""
 LOADING = {"max_loras": 3, "max_lora_rank": 4, "admin_keys": "key"}

@@ -8,19 +8,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from local_ranks import CREDENTIALS, HOST, run_ranks
+from local_ranks import CREDENTIALS, HOST, open_endpoints, run_ranks
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.group import membership
-from cluster.group.context import RankContext
+from cluster.group.context import RankContext, RankPlace
 from cluster.group.links import ConnectLink, LinkAddress
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
+from cluster.rank.rank import _join
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION, FrameError
 from cluster.wire.sockets import end_context
@@ -216,3 +218,23 @@ def test_a_rank_that_never_comes_is_not_waited_for_at_the_end(
     began = time.monotonic()
     run_ranks(work, tp=2)
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.feature("O02")
+@pytest.mark.parametrize("wanted", [True, False])
+def test_gpus_map_no_memory_where_all_is_left_to_nccl(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path, wanted: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandInNCCL, raising=False)
+    asked: list[int] = []
+    monkeypatch.setattr(membership, "share_gpu_memory", lambda _, shard: asked.append(shard.rank))
+    config = EngineConfig(str(tiny_checkpoint), 64, device="cuda", has_custom_all_reduce=wanted)
+    config = replace(config, parallel=ParallelConfig(2))
+
+    def join(tp_rank: int) -> None:
+        context = RankContext(config, RankPlace(tp_rank=tp_rank), HOST, credentials=CREDENTIALS)
+        _join(context, where, None if tp_rank else opened.listener).close()
+
+    with open_endpoints(2, 1) as ((opened,), (where,)), ThreadPoolExecutor(2) as threads:
+        list(threads.map(join, range(2)))
+    assert sorted(asked) == ([0, 1] if wanted else [])
