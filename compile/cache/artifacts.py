@@ -8,16 +8,14 @@ hashes of their contents, which are zip archives of all that the code needs:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import logging
 import os
 import tempfile
-import time
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 OUTPUT_CODE = "output_code.py"
@@ -25,8 +23,6 @@ OUTPUT_CODE = "output_code.py"
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """No time of day: equal contents are equal archives."""
-POLL_S = 0.02
-"""How often a waiting process tries a lock: short against a build, long against a file."""
 _MARK = "# sha256 "
 
 logger = logging.getLogger(__name__)
@@ -67,32 +63,6 @@ def read_checked(path: Path) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@contextmanager
-def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
-    """Hold a lock that ends with its process; yield whether it was acquired within `wait_s`."""
-    try:
-        file = path.open("ab")
-    except OSError:  # a directory that can only be read
-        yield False
-        return
-    with file:
-        yield _acquire(file.fileno(), time.monotonic() + wait_s)
-
-
-def _acquire(descriptor: int, deadline: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
-        except OSError:  # a filesystem without locks
-            return False
-        else:
-            return True
 
 
 class ArtifactError(RuntimeError):

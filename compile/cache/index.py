@@ -31,7 +31,6 @@ from compile.cache.artifacts import (
     ArtifactError,
     ArtifactStore,
     CorruptFileError,
-    file_lock,
     read_checked,
     unpack,
     write_atomic,
@@ -50,6 +49,7 @@ from compile.cache.key import (
 )
 from compile.counters import COLD, cache_misses, counter
 from compile.environment import compile_cache_save_format, is_compile_cache_disabled, root_directory
+from compile.file_lock import file_lock
 from compile.machine import PrivateDirectoryError, make_private
 from compile.scope import CompileScope, Shape
 

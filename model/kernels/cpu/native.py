@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from compile.environment import cache_root, cxx
+from compile.file_lock import file_lock
 from compile.graphs.boundary import active
 from compile.machine import PrivateDirectoryError, make_private, processor
 from compile.scope import ArtifactExchange
@@ -41,7 +42,7 @@ DIRECTORY = "native"
 SOURCES = Path(__file__).parent / "cpp"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
-BUILD_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 600.0
 """A build takes seconds alone; on a machine that starts many ranks at once much longer."""
 DIGEST_BYTES = 32
 
@@ -98,22 +99,39 @@ def build_library(directory: Path, exchange: ArtifactExchange | None = None) -> 
     version = _run([compiler, "--version"]).splitlines()[0]
     make_private(directory)
     path = directory / f"kernels-{_key(version)}.so"
-    if path.exists() and _is_whole(path.read_bytes(), str(path)):
+    if _is_there(path):
         return path
-    data = None if exchange is None else exchange.claim(path.name)
-    if data is None or not _is_whole(data, "C++ kernels of another node"):
-        data = None
-        try:
-            data = _built(compiler, directory)
-            logger.info("built C++ kernels: %s", path)
-        finally:
-            if exchange is not None:
-                exchange.publish(path.name, data)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+    # All ranks of a node want it at once.
+    with file_lock(path.with_suffix(".lock"), BUILD_TIMEOUT_S):
+        if not _is_there(path):
+            _write(path, _built_anywhere(compiler, path, exchange))
+    return path
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() and _is_whole(path.read_bytes(), str(path))
+
+
+def _write(path: Path, data: bytes) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         library = Path(scratch) / path.name
         library.write_bytes(data)
         os.replace(library, path)
-    return path
+
+
+def _built_anywhere(compiler: str, path: Path, exchange: ArtifactExchange | None) -> bytes:
+    """Return the library of whoever has built it, which may be this process."""
+    data = None if exchange is None else exchange.claim(path.name)
+    if data is not None and _is_whole(data, "C++ kernels of another node"):
+        return data
+    data = None
+    try:
+        data = _built(compiler, path.parent)
+        logger.info("built C++ kernels: %s", path)
+    finally:
+        if exchange is not None:
+            exchange.publish(path.name, data)
+    return data
 
 
 def _built(compiler: str, directory: Path) -> bytes:
