@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 from collections.abc import Callable
@@ -97,19 +96,3 @@ def test_checked_text_that_was_changed_or_cut_short_is_noticed(
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(artifacts.CorruptFileError, match=r"^.*index\.py: wanted .*, found "):
         artifacts.read_checked(path)
-
-
-@pytest.mark.parametrize("reason", ["the file cannot be opened", "the filesystem has no locks"])
-def test_a_lock_that_cannot_be_had_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    if "opened" in reason:
-        (tmp_path / "lock").mkdir()
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with artifacts.file_lock(tmp_path / "lock", 5) as is_held:
-        assert not is_held
-    with pytest.raises(ZeroDivisionError), artifacts.file_lock(tmp_path / "lock", 0):
-        raise ZeroDivisionError
