@@ -434,7 +434,7 @@ MUTATIONS = (
     Mutation(
         "A norm of which numbers are made is quantized by an op of its own (O03).",
         "compile/passes/fuse_rms_norm_quantize.py",
-        {"is_by_index and is_named and not any(": "not is_named and not any("},
+        {"return is_by_index and is_named and": "return not is_named and"},
         (
             "tests/compile/passes/test_passes.py::"
             "test_a_norm_and_what_quantizes_it_are_one_op[torch-float32-quantized-fused_add_rms_norm_fp8]",
