@@ -256,7 +256,8 @@ def test_a_part_that_hangs_tells_its_stack_before_its_limit() -> None:
 def test_an_error_that_is_no_number_is_not_right() -> None:
     done = run_altered("parts.error_of = lambda *_: float('nan')", "--part", "elementwise")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["is_right"] for row in rows] == [False] * 3, done.stderr
+    found = [row["is_right"] for row in rows if "not applicable" not in row["note"]]
+    assert found == [False] * 3, done.stderr
 
 
 FAILING = """
