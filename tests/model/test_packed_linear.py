@@ -177,7 +177,7 @@ def test_a_transposed_weight_multiplies_like_a_plain_one(
     assert kernel is not None
     for b in (None, bias):
         bias_pointer = None if b is None else b.data_ptr()
-        sizes = module._sizes(tiles, weight)
+        sizes = module._sizes(tiles, weight.shape)
         pointers = (x.data_ptr(), tiles.data_ptr(), bias_pointer, out.data_ptr())
         kernel(*pointers, sizes, 1, shape[1], threads)
         assert_equal_to_rounding(out, x, weight, b)
