@@ -357,9 +357,10 @@ class Oracle:
 
         path = self.path
         if held == "nvfp4":
-            path = self.path.with_name(f"{self.path.name} in FP4")
+            directory = self.path.with_name(f"{self.path.name} in FP4")
+            path = directory / "quantized"
             if not path.exists():
-                path, _ = write(self.path, KINDS[held], path)
+                write(self.path, KINDS[held], directory)
         model, merged = rounded_model(self.model, held, ranks), copy.deepcopy(self.merged)
         with torch.no_grad():
             for each in merged:
