@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from cluster.actors.gcs_store import application_secret
 from cluster.actors.placement import num_nodes
-from cluster.actors.status_board import ASKED_BY_REQUESTS, NAMESPACE, IngressBoard
+from cluster.actors.status_board import NAMESPACE, UNORDERED_ACTOR, IngressBoard
 from cluster.observe.logs import configure_logs
 from cluster.wire.credentials import Credentials
 from serve.config import DeployConfig, check_device, check_num_nodes
@@ -170,7 +170,7 @@ class ActorLock:
             return True
 
     def _found(self) -> Any:
-        remote = ray.remote(**ASKED_BY_REQUESTS)(FairLock)
+        remote = ray.remote(**UNORDERED_ACTOR)(FairLock)
         options = {"name": self._actor_name, "namespace": NAMESPACE, "get_if_exists": True}
         return remote.options(**options).remote()
 

@@ -48,9 +48,10 @@ from cluster.observe.metrics import (
 from compile.errors import FieldError
 
 NAMESPACE = "lockstep"
-ASKED_BY_REQUESTS = {"num_cpus": 0, "allow_out_of_order_execution": True}
-"""Options of actors that are called for requests. Ray cancels a request's calls with it, and where
-a caller's order is kept, an actor waits for ever for one that was cancelled before it was sent."""
+UNORDERED_ACTOR = {"num_cpus": 0, "allow_out_of_order_execution": True}
+"""Ray's options for actors that requests call. Ray cancels a request's calls with the request, and
+an actor that keeps each caller's order waits for ever for one that was cancelled before it was
+sent."""
 BOARD_PREFIX = "status:"
 """Of the actor's name, before the application's."""
 EXPORT_PERIOD_S = 5.0
@@ -418,7 +419,7 @@ class IngressBoard:
             raise BoardSilent(type(error).__name__) from error
 
     def _found(self) -> Any:
-        remote = ray.remote(**ASKED_BY_REQUESTS, max_restarts=-1)(StatusBoard)
+        remote = ray.remote(**UNORDERED_ACTOR, max_restarts=-1)(StatusBoard)
         return remote.options(
             name=board_name(self._app_name), namespace=NAMESPACE, get_if_exists=True
         ).remote(*self._arguments)

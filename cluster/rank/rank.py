@@ -128,7 +128,7 @@ class Rank(ABC):
         if context.config.device == "cpu":  # the group asks what the kernels can do, and the runner
             is_shared = context.config.compilation.share_artifacts
             fetch_library(context.exchange if is_shared else None)
-        self._group = _join(context, rendezvous, listener)
+        self._group = join_group(context, rendezvous, listener)
         self.transfer = KVConnector(context)
         self.runner = ModelRunner(
             context, group=self._group, storage=self.transfer.storage, wake=self._doorbell.ring
@@ -206,7 +206,7 @@ class Rank(ABC):
         end_context(self._sockets, f"{place.name} of role {role.value}")
 
 
-def _join(
+def join_group(
     context: RankContext, rendezvous: Rendezvous | None, listener: socket.socket | None
 ) -> GroupMembership:
     if rendezvous is None:

@@ -52,6 +52,10 @@ class ScaledWeight(NamedTuple):
     """float32 [1, O]"""
 
     @property
+    def input_scale(self) -> None:
+        """Each token has one of its own."""
+
+    @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
 
@@ -124,14 +128,13 @@ def scaled_weight(weight: torch.Tensor) -> ScaledWeight:
     return ScaledWeight(numbers, scales)
 
 
-def quantize_for(
-    weight: ScaledWeight | BlockScaledWeight, x: torch.Tensor
+def quantize_inputs(
+    x: torch.Tensor, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers and scales of x [T, I] that are multiplied with a weight."""
+    """Return the numbers and scales of x [T, I] that are multiplied with a weight of this scale of
+    inputs: FP4 numbers, or FP8 if it has none."""
     found: tuple[torch.Tensor, torch.Tensor] = (
-        quantize_fp8_per_token(x)
-        if isinstance(weight, ScaledWeight)
-        else quantize_nvfp4(x, weight.input_scale)
+        quantize_fp8_per_token(x) if input_scale is None else quantize_nvfp4(x, input_scale)
     )
     return found
 

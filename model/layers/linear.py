@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from compile.errors import FieldError
-from compile.passes.quantizers import quantize_fp8_per_token, quantize_nvfp4
 from model.kernels.cpu.packed_linear import (
     PackedWeight,
     can_pack,
@@ -27,6 +26,7 @@ from model.kernels.cpu.packed_linear import (
     packed_rows,
     scaled_linear,
 )
+from model.kernels.scaled_linear import quantize_inputs
 from model.layers.lora import lora_add
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
@@ -99,8 +99,7 @@ class Linear(WeightedLayer):
         if self.handle is None:
             out = F.linear(x, self.weight, bias)
         elif isinstance(self.form, Float8 | Float4):
-            scale = self.input_scale
-            rounded = quantize_fp8_per_token(x) if scale is None else quantize_nvfp4(x, scale)
+            rounded = quantize_inputs(x, self.input_scale)
             out = scaled_linear(*rounded, self.handle, bias, self._out_features, x.dtype)
         else:
             out = packed_linear(x, self.handle, bias, self._out_features)

@@ -99,17 +99,11 @@ def build_library(directory: Path, exchange: ArtifactExchange | None = None) -> 
     version = _run([compiler, "--version"]).splitlines()[0]
     make_private(directory)
     path = directory / f"kernels-{_key(version)}.so"
-    if _is_there(path):
-        return path
     # All ranks of a node want it at once.
     with file_lock(path.with_suffix(".lock"), BUILD_TIMEOUT_S):
-        if not _is_there(path):
+        if not (path.exists() and _is_whole(path.read_bytes(), str(path))):
             _write(path, _built_anywhere(compiler, path, exchange))
     return path
-
-
-def _is_there(path: Path) -> bool:
-    return path.exists() and _is_whole(path.read_bytes(), str(path))
 
 
 def _write(path: Path, data: bytes) -> None:

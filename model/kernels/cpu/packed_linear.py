@@ -48,7 +48,7 @@ from model.kernels.cpu.native import int64_array, native_function, native_librar
 from model.kernels.scaled_linear import (
     BlockScaledWeight,
     ScaledWeight,
-    quantize_for,
+    quantize_inputs,
     scaled_weight,
 )
 from model.kernels.scaled_linear import scaled_linear as scaled_product
@@ -323,7 +323,8 @@ def _rounded_product(x: torch.Tensor, entry: _Entry) -> torch.Tensor:
     """Multiply rows, which are rounded first if the weight is FP8 or FP4."""
     if entry.scaled is None:
         return _product(x, entry, None)
-    return scaled_product(*quantize_for(entry.scaled, x), entry.scaled, None, x.dtype)
+    rounded = quantize_inputs(x, entry.scaled.input_scale)
+    return scaled_product(*rounded, entry.scaled, None, x.dtype)
 
 
 def _scaled_linear(

@@ -245,7 +245,7 @@ def test_calls_that_find_the_board_dead_at_once_make_one_and_keep_it(ray_cluster
 
     async def scenario() -> None:
         board = IngressBoard("at once", ["mixed"], Described("m", 8))
-        await board.poll(report("first"))
+        await answered(lambda: board.poll(report("first")))
         before = board_id()
         ray.kill(ray.get_actor(board_name("at once"), namespace=NAMESPACE))
         await asyncio.gather(

@@ -22,7 +22,7 @@ from cluster.group.context import RankContext, RankPlace
 from cluster.group.links import ConnectLink, LinkAddress
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.rank.rank import _join
+from cluster.rank.rank import join_group
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION, FrameError
 from cluster.wire.sockets import end_context
@@ -233,7 +233,7 @@ def test_gpus_map_no_memory_where_all_is_left_to_nccl(
 
     def join(tp_rank: int) -> None:
         context = RankContext(config, RankPlace(tp_rank=tp_rank), HOST, credentials=CREDENTIALS)
-        _join(context, where, None if tp_rank else opened.listener).close()
+        join_group(context, where, None if tp_rank else opened.listener).close()
 
     with open_endpoints(2, 1) as ((opened,), (where,)), ThreadPoolExecutor(2) as threads:
         list(threads.map(join, range(2)))
