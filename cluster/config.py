@@ -174,9 +174,6 @@ class EngineConfig:
         if self.device == "cuda" and self.transfer.transport == "shm":
             wanted = "auto or tcp with device=cuda, whose KV is no host memory"
             raise FieldError("kv.transport", wanted, self.transfer.transport)
-        if self.device == "cuda" and self.quantization in ("int8", "int4"):
-            wanted = "auto, fp8 or nvfp4 with device=cuda (CPUs alone have kernels for integers)"
-            raise FieldError("quantization", wanted, self.quantization)
         is_fp8_on_a_gpu = self.device == "cuda" and self.quantization == "fp8"
         if is_fp8_on_a_gpu and self.dtype != "bfloat16":
             wanted = "bfloat16 with device=cuda and quantization=fp8, whose products are"

@@ -20,8 +20,7 @@ from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
 WeightFormat = Literal["auto", "int8", "int4", "fp8", "nvfp4"]
-"""What linear layers hold: numbers of the model's dtype, FP8 or FP4 numbers or, on a CPU,
-integers."""
+"""What linear layers hold: numbers of the model's dtype, FP8 or FP4 numbers, or integers."""
 NVFP4 = "nvfp4-pack-quantized"
 MOST_SHARE = 128
 """Inputs of a group of 4-bit integers."""

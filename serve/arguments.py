@@ -245,8 +245,8 @@ class DeployArgs(EngineArgs, frozen=True):
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""
     quantization: Quantization = "auto"
-    """`int8` or `int4`: on a CPU, linear layers of attention and MLPs, experts too, hold integers
-    with scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
+    """`int8` or `int4`: linear layers of attention and MLPs, experts too, hold integers with
+    scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
     tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
     `fp8`, on a GPU from sm_89 on too: half the memory; inputs of these layers are rounded as
     well, each token by a scale of its own. `nvfp4`: FP4 numbers as a checkpoint of format

@@ -13,12 +13,14 @@ import torch
 from gpu_check_rows import Row, Setting, attempts, error_of
 
 from cluster.kv.transport.store import BlockStore
-from model.kernels import paged_attention, sparse_mlp
-from model.kernels.dispatch import kernels_for, silu_and_mul
+from model.kernels import adapters, paged_attention, sparse_mlp
+from model.kernels.cpu.packed_linear import PackedWeight
+from model.kernels.dispatch import kernels_for, packed_linear, silu_and_mul
 from model.kernels.filters import filter_top_k_top_p
 from model.kv_cache import KVCacheSpec
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
+from model.quantization import Integers
 
 BLOCK_SIZE = 16
 
@@ -434,6 +436,86 @@ def part_experts(at: Setting) -> Iterator[Row]:
         )
 
     yield from attempts(experts, cases)
+
+
+def part_integers(at: Setting) -> Iterator[Row]:
+    """Linear layers whose weights are integers: one token, a batch of decodes, a prompt."""
+    inputs, outputs = at.pick(4096, 96), at.pick(14336, 80)
+    weight = at.randn(outputs, inputs) / inputs**0.5
+    cases = [
+        (f"{name}, {held.bits} bits", num_tokens, held)
+        for held in (Integers(4, at.pick(128, 32)), Integers(8, inputs))
+        for name, num_tokens in (
+            ("one token", 1),
+            ("decodes", at.pick(64, 4)),
+            ("prompt", at.pick(4096, 70)),
+        )
+    ]
+
+    def product(name: str, num_tokens: int, held: Integers) -> Row:
+        x, packed = at.randn(num_tokens, inputs), PackedWeight(weight, held)
+        on_cpu = PackedWeight(weight.float().cpu(), held)
+        wanted = packed_linear(x.float().cpu(), on_cpu.handle, None, outputs).to(at.device)
+
+        def call() -> torch.Tensor:
+            found: torch.Tensor = packed_linear(x, packed.handle, None, outputs)
+            return found
+
+        return Row(
+            f"integers, {name}: {num_tokens} x {inputs} x {outputs}",
+            error=error_of(call(), wanted),
+            limit=2e-2,
+            is_replayed=True,
+            seconds=at.time_replayed(call),
+            num_bytes=weight.numel() * held.bits // 8 + 2 * num_tokens * (inputs + outputs),
+            num_flops=2 * num_tokens * weight.numel(),
+        )
+
+    yield from attempts(product, cases)
+
+
+def part_adapters(at: Setting) -> Iterator[Row]:
+    """What LoRA adapters add to queries, keys and values: decodes with as many adapters as there
+    are, with one and with none, and a prompt."""
+    num_adapters, rank, inputs = at.pick(8, 3), at.pick(16, 4), at.pick(4096, 80)
+    sizes = at.pick([4096, 1024, 1024], [48, 16, 16])
+    a = at.randn(num_adapters, len(sizes) * rank, inputs) / inputs**0.5
+    b = at.randn(num_adapters, rank, sum(sizes)) / rank**0.5
+    many, prompt = at.pick(64, 6), at.pick(4096, 70)
+    cases = [
+        ("all", [1 + i % num_adapters for i in range(many)]),
+        ("one", [1] * many),
+        ("none", [0] * many),
+        ("prompt", [num_adapters] * prompt),
+    ]
+
+    def added(name: str, of_token: list[int]) -> Row:
+        x, out = at.randn(len(of_token), inputs), at.randn(len(of_token), sum(sizes))
+        numbers = torch.tensor(of_token, dtype=torch.int32, device=at.device)
+        wanted = out.float().cpu()
+        in_float32 = (each.float().cpu() for each in (x, a, b))
+        adapters.add_adapters(wanted, *in_float32, sizes, numbers.cpu())
+        found = out.clone()
+
+        def call() -> torch.Tensor:
+            kernels_for(x).add_adapters(found, x, a, b, sizes, numbers)
+            return found
+
+        num_read, num_rows = len({*of_token} - {0}), sum(map(bool, of_token))
+        size = (a.numel() + b.numel()) // num_adapters
+        # An output is read and written; what is added again and again while it is timed is not.
+        error = error_of(call(), wanted.to(at.device))
+        return Row(
+            f"adapters, {name}: {len(of_token)} tokens of {num_read}",
+            error=error,
+            limit=2e-2,
+            is_replayed=True,
+            seconds=at.time_replayed(call),
+            num_bytes=2 * num_read * size + num_rows * (2 * inputs + 4 * sum(sizes)),
+            num_flops=2 * num_rows * size,
+        )
+
+    yield from attempts(added, cases)
 
 
 def part_filters(at: Setting) -> Iterator[Row]:

@@ -38,23 +38,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from model.kernels.cpu.packed_linear import GPU_TILE_OUTPUTS
 from model.kernels.paged_attention import FP8
+from model.kernels.scaled_linear import IntegerWeight
+from model.kernels.triton import adapters as triton_adapters
 from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
+from model.quantization import Integers
 
 KERNEL_MODULES = (
+    triton_adapters,
     triton_all_reduce,
     triton_decode,
     triton_experts,
     triton_elementwise,
     triton_filters,
+    triton_integers,
     triton_latent,
     triton_prefill,
     triton_rope,
@@ -129,6 +136,17 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
         # Experts as Qwen3-30B-A3B has them, with the lowest tiles and the highest.
         yield expert_case(num_tokens, 128, 8, 2048, 768, dtype)
     yield expert_case(512, 8, 2, 1024, 512, torch.float32)
+    for num_tokens in (1, 4096):
+        for held in (Integers(4, 128), Integers(8, 4096)):
+            yield integer_case(num_tokens, 4096, 14336, held, dtype)
+        yield integer_expert_case(num_tokens, 2048, 768, dtype)
+    # DeepSeek-V3's and -V2's routing.
+    yield route_case("sigmoid", 256, 8, empty(256, dtype=torch.float32), 8, 4, 2.5)
+    yield route_case("softmax", 160, 6, None, 8, 3, 16.0)
+    for num_tokens, rank in ((1, 16), (64, 16), (4096, 64)):
+        # Queries, keys and values of a layer as Llama-3-8B has it.
+        yield adapter_case(num_tokens, 4096, [4096, 1024, 1024], rank, dtype)
+    yield adapter_case(512, 14336, [4096], 64, torch.float32)
     yield "n14336", lambda: triton_elementwise.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
     logits, limits = empty(32, 151_936, dtype=torch.float32), empty(32, dtype=torch.float32)
     counts = empty(32, dtype=torch.int64)
@@ -159,6 +177,53 @@ def expert_case(
         triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
 
     return name, call
+
+
+def integer_case(
+    num_tokens: int, inputs: int, outputs: int, held: Integers, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a product with a weight of integers."""
+    words = held.group * held.bits // 32
+    size = (outputs // GPU_TILE_OUTPUTS, inputs // held.group, 1 + words, GPU_TILE_OUTPUTS)
+    weight = IntegerWeight(empty(*size, dtype=torch.int32), held)
+    x, bias = empty(num_tokens, inputs, dtype=dtype), empty(outputs, dtype=dtype)
+    name = f"T{num_tokens} I{inputs} b{held.bits}"
+    return name, lambda: triton_integers.integer_linear(x, weight, bias, outputs)
+
+
+def integer_expert_case(
+    num_tokens: int, hidden: int, size: int, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a sparse layer's call whose matrices are integers of four bits."""
+
+    def matrices(outputs: int, inputs: int) -> IntegerWeight:
+        size = (128, outputs // GPU_TILE_OUTPUTS, inputs // 128, 17, GPU_TILE_OUTPUTS)
+        return IntegerWeight(empty(*size, dtype=torch.int32), Integers(4, 128))
+
+    x, weights = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, 8, dtype=torch.float32)
+    args = (x, empty(num_tokens, 8, dtype=torch.int64), weights)
+    both = (matrices(2 * size, hidden), matrices(hidden, size))
+    return f"T{num_tokens} E{hidden} b4", lambda: triton_experts.expert_mlp(*args, *both, 0)
+
+
+def route_case(
+    name: str, num_experts: int, top_k: int, bias: torch.Tensor | None, *groups: float
+) -> tuple[str, Callable[[], object]]:
+    """Return a call that chooses experts of the best groups."""
+    logits = empty(64, num_experts, dtype=torch.float32)
+    return name, lambda: triton_routing.route(logits, top_k, True, bias, *groups)
+
+
+def adapter_case(
+    num_tokens: int, inputs: int, sizes: list[int], rank: int, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a call that adds what eight adapters make of a linear layer's inputs."""
+    out, x = empty(num_tokens, sum(sizes), dtype=dtype), empty(num_tokens, inputs, dtype=dtype)
+    a = empty(8, len(sizes) * rank, inputs, dtype=dtype)
+    b = empty(8, rank, sum(sizes), dtype=dtype)
+    of_token = empty(num_tokens, dtype=torch.int32)
+    name = f"T{num_tokens} P{len(sizes)} R{rank}"
+    return name, lambda: triton_adapters.add_adapters(out, x, a, b, sizes, of_token)
 
 
 def attention_cases(

@@ -18,6 +18,7 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from model.kernels import cpu, elementwise
+from model.kernels.cpu.packed_linear import integers_of
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
@@ -59,3 +60,14 @@ silu_and_mul = _op(
 )
 # `compile.passes` defines it, because its pass writes it into graphs.
 fused_add_rms_norm = _op("fused_add_rms_norm")
+
+
+def integer_linear(
+    x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """Multiply x [T, I] with the weight of `handle`, on a GPU always one of integers."""
+    product: torch.Tensor = _triton().integer_linear(x, integers_of(handle), bias, out_features)
+    return product
+
+
+packed_linear = direct_register_custom_op("packed_linear", integer_linear, dispatch_key="CUDA")

@@ -1,5 +1,7 @@
 """Products of short numbers with scales.
 
+Integers have one for each group of inputs of an output. Devices' own kernels multiply them.
+
 FP8 (e4m3) has one for each token of the inputs and one for each output of the weight. These are the
 scales that torch multiplies by on every device (`_scaled_mm` by rows): on a GPU it knows them from
 sm_89 on, with results in bfloat16, and on a CPU in any dtype, but not in all versions. A scale for
@@ -33,6 +35,7 @@ from compile.passes.quantizers import (
     quantize_nvfp4,
     quantize_rows,
 )
+from model.quantization import Integers
 
 OUTPUTS_AT_ONCE = 64
 """That become FP8: what they take in float32 is bounded."""
@@ -58,6 +61,13 @@ class ScaledWeight(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
+
+
+class IntegerWeight(NamedTuple):
+    tiles: torch.Tensor
+    """int32 [O / N, G, 1 + words, N], of N outputs side by side first a group's scales, in float32;
+    or of all experts [Xr, ...]"""
+    integers: Integers
 
 
 class BlockScaledWeight(NamedTuple):

@@ -22,10 +22,10 @@ from compile.errors import FieldError
 from model.kernels.cpu.packed_linear import (
     PackedWeight,
     can_pack,
-    packed_linear,
     packed_rows,
     scaled_linear,
 )
+from model.kernels.dispatch import packed_linear
 from model.kernels.scaled_linear import quantize_inputs
 from model.layers.lora import lora_add
 from model.layers.slices import WeightedLayer, WeightSlice, whole

@@ -27,12 +27,12 @@ from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.config import Experts
 from model.families import ExpertNames
-from model.kernels.cpu.packed_linear import PackedWeight, can_pack
+from model.kernels.cpu.packed_linear import PackedWeight, can_pack, integers_of, is_on_gpu
 from model.kernels.dispatch import kernels_for
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
-from model.quantization import form_for
+from model.quantization import Integers, form_for
 
 CHUNK_TOKENS = 4096
 """Of each data-parallel rank at once: what all ranks' tokens take here is bounded."""
@@ -104,7 +104,11 @@ class ExpertWeights(WeightedLayer):
 
     def loaded(self, name: str) -> None:
         matrices = self.take_kept() or self.weight
-        if self.form or can_pack(self.dtype, self.device):
+        if isinstance(self.form, Integers) and is_on_gpu(self.weight):
+            self._packed = [PackedWeight(self.weight, self.form)]
+            self.handles = self._packed[0].handle
+            self.weight = self.declare(*self.weight.shape)
+        elif self.form or can_pack(self.dtype, self.device):
             self._packed = [PackedWeight(matrix, self.form) for matrix in matrices]
             self.handles = torch.stack([packed.handle for packed in self._packed])
             self.weight = self.declare(*self.weight.shape)
@@ -211,11 +215,14 @@ def _routed_experts(
     num_tokens, num_columns = x.shape
     kernels = kernels_for(x)
     first = (data.rank * tensor.size + tensor.rank) * gate_up.shape[0]
+    matrices: Sequence[object] = (gate_up, down)
+    if gate_up.ndim == 1 and is_on_gpu(gate_up):
+        matrices = integers_of(gate_up), integers_of(down)
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         groups = (correction_bias, num_groups, num_groups_per_tok, scaling)
         experts, weights = kernels.route(router_logits, top_k, norm_topk_prob, *groups)
-        out: torch.Tensor = kernels.expert_mlp(x, experts, weights, gate_up, down, first)
+        out: torch.Tensor = kernels.expert_mlp(x, experts, weights, *matrices, first)
         return out
 
     if data.size == 1:

@@ -528,10 +528,6 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
             "quantization: wanted auto, int8, int4, fp8 or nvfp4, found",
         ),
         (
-            {"device": "cuda", "quantization": "int4"},
-            "quantization: wanted auto, fp8 or nvfp4 with device=cuda (CPUs alone have kernels for",
-        ),
-        (
             {"device": "cuda", "quantization": "fp8", "dtype": "float16"},
             "dtype: wanted bfloat16 with device=cuda and quantization=fp8, whose products are",
         ),

@@ -434,7 +434,7 @@ def test_answers_on_their_way_hold_as_many_bytes_as_the_largest_bodies(
     client: openai.OpenAI,
 ) -> None:
     with pytest.raises(openai.RateLimitError) as refused:
-        complete(client, "1 2", max_tokens=300, n=4, logprobs=5)
+        complete(client, "1 2", max_tokens=40, n=4, logprobs=20)
     assert f"at most {MAX_BODIES * MAX_BODY_BYTES} bytes" in refused.value.message
 
 

@@ -1,5 +1,4 @@
-"""Linear layers over weights that are packed for the CPU, and of FP8 and FP4 ones on a GPU too, as
-opaque ops.
+"""Linear layers over packed weights as opaque ops: plain ones on a CPU, short numbers on a GPU too.
 
 An op's argument is a *handle*, a tensor that holds an index into this process's table of packed
 weights: layers of equal shape so become equal pieces of a graph.
@@ -15,7 +14,8 @@ built, never by a measurement, so a restart on the same machine rounds as the la
    the kernel takes one row of bfloat16 only.
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
 4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies.
-   Without the kernels a weight becomes float32 for each product.
+   Without the kernels a weight becomes float32 for each product. On a GPU a Triton kernel reads the
+   same tiles (`triton/integers.py`), of all experts of a layer from one start.
 5. FP8 and FP4 numbers with scales lie in the table as torch multiplies them (`scaled_linear.py`).
    Layers round their inputs first, by an op of its own, so that passes can see it.
 
@@ -47,6 +47,7 @@ from compile.graphs.boundary import active, boundary
 from model.kernels.cpu.native import int64_array, native_function, native_library
 from model.kernels.scaled_linear import (
     BlockScaledWeight,
+    IntegerWeight,
     ScaledWeight,
     quantize_inputs,
     scaled_weight,
@@ -63,6 +64,8 @@ TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
 ROWS_COMPARED = 64
 OUTPUTS_AT_ONCE = 64
 """That become integers: what they take in float32 is bounded."""
+GPU_TILE_OUTPUTS = 32
+"""Side by side: words of 128 bytes."""
 LARGEST = {8: 127.0, 4: 7.5}
 """How many steps of a scale the largest number of its inputs is, by bits. Integers of four bits go
 from -8 to 7, so nothing is further than half a step from its integer."""
@@ -100,9 +103,10 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor | BlockScaledWeight, form: Form | None = None) -> None:
         """Pack a weight [O, I], in a form if one is given; the plain one is not kept. One that
-        consists of FP4 numbers is taken as it is."""
+        consists of FP4 numbers is taken as it is. Integers of all experts [Xr, O, I] become one
+        entry, with a handle [Xr]."""
         index = next(_indices)
-        self.handle = torch.tensor(index, device=weight.device)
+        self.handle = torch.full(weight.shape[:-2], index, device=weight.device)
         packed, tiles, rows = None, None, sys.maxsize
         scaled: ScaledWeight | BlockScaledWeight | None = None
         integers = form if isinstance(form, Integers) else None
@@ -112,7 +116,7 @@ class PackedWeight:
             scaled = scaled_weight(weight)
         elif integers is not None:
             tiles = _pack_integers(weight, integers)
-            if native_function("quantized_linear", weight.dtype) is None:
+            if is_on_gpu(weight) or native_function("quantized_linear", weight.dtype) is None:
                 rows = 0
         elif _is_ours(weight.dtype):
             tiles = _pack(weight)
@@ -120,8 +124,10 @@ class PackedWeight:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             tiles = _tiles_of(packed, weight)
             rows = _kernel_rows(tiles)
-        sizes = None if tiles is None else _sizes(tiles, weight.shape, integers)
-        entry = _Entry(weight.shape[0], packed, tiles, sizes, rows, integers, scaled)
+        sizes = None
+        if tiles is not None and not self.handle.ndim:
+            sizes = _sizes(tiles, weight.shape, integers)
+        entry = _Entry(weight.shape[-2], packed, tiles, sizes, rows, integers, scaled)
         _table[index] = _entry_at[self.handle.data_ptr()] = entry
         # It keeps the handle: as long as the address is in the table, it is the handle's.
         weakref.finalize(self, _forget, index, self.handle)
@@ -130,6 +136,11 @@ class PackedWeight:
     def has_rows(self) -> bool:
         """Whether single rows can be read, as an embedding does."""
         return _entry(self.handle).tiles is not None
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a Triton kernel reads a weight of integers."""
+    return tensor.is_cuda
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -233,16 +244,31 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
-    library, (num_outputs, num_inputs) = native_library(), weight.shape
+    library, (*experts, num_outputs, num_inputs) = native_library(), weight.shape
     outputs = 16 if library is None else library.quantized_linear_tile()
+    if is_on_gpu(weight):
+        outputs = GPU_TILE_OUTPUTS
     groups, words = num_inputs // integers.group, -(-integers.group * integers.bits // 32)
-    size = (-(-num_outputs // outputs), groups, 1 + words, outputs)
-    # Zeros in a mapping of their own: in the heap, what is freed below would leave gaps between.
-    memory = mmap.mmap(-1, 4 * math.prod(size))
-    tiles = torch.frombuffer(memory, dtype=torch.int32).view(size)
+    size = (*experts, -(-num_outputs // outputs), groups, 1 + words, outputs)
+    if is_on_gpu(weight):
+        tiles = weight.new_zeros(size, dtype=torch.int32)
+    else:
+        # Zeros in a mapping of their own: in the heap, what is freed below would leave gaps.
+        memory = mmap.mmap(-1, 4 * math.prod(size))
+        tiles = torch.frombuffer(memory, dtype=torch.int32).view(size)
+    for of_expert, matrix in zip(
+        tiles.view(-1, *size[-4:]), weight.reshape(-1, num_outputs, num_inputs), strict=True
+    ):
+        _fill_tiles(of_expert, matrix, integers)
+    return tiles
+
+
+def _fill_tiles(tiles: torch.Tensor, weight: torch.Tensor, integers: Integers) -> None:
+    _, groups, words, outputs = tiles.shape
+    words -= 1
     scales, numbers = tiles[:, :, 0].view(torch.float32), tiles[:, :, 1:]
     step = -(-OUTPUTS_AT_ONCE // outputs) * outputs
-    for start in range(0, num_outputs, step):
+    for start in range(0, len(weight), step):
         some = slice(start // outputs, (start + step) // outputs)
         rows = weight[start : start + step].float().unflatten(1, (groups, -1))
         rows = F.pad(rows, (0, words * 32 // integers.bits - integers.group))
@@ -256,7 +282,6 @@ def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
         in_tiles = (-1, outputs)
         numbers[some] = kept.view(torch.int32).unflatten(0, in_tiles).permute(0, 2, 3, 1)
         scales[some] = shared.squeeze(-1).unflatten(0, in_tiles).transpose(1, 2)
-    return tiles
 
 
 def _widened(entry: _Entry) -> torch.Tensor:
@@ -342,6 +367,13 @@ def _scaled_linear(
     return scaled_product(numbers, scales, scaled, bias, dtype)
 
 
+def integers_of(handle: torch.Tensor) -> IntegerWeight:
+    """Return the integers of a handle, or of all experts' [Xr]."""
+    entry = _entry(handle)
+    assert entry.tiles is not None and entry.integers is not None
+    return IntegerWeight(entry.tiles, entry.integers)
+
+
 def _product(
     x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -382,6 +414,7 @@ packed_linear = direct_register_custom_op(
     "packed_linear",
     _packed_linear,
     fake_impl=lambda x, handle, bias, n: x.new_empty(x.shape[0], n),
+    dispatch_key="CPU",
     is_composite=True,
 )
 scaled_linear = direct_register_custom_op(

@@ -3,12 +3,14 @@
 `model.kernels.cpu` has the same names, which take the same arguments.
 """
 
+from model.kernels.triton.adapters import add_adapters as add_adapters
 from model.kernels.triton.decode import paged_decode as paged_decode
 from model.kernels.triton.elementwise import fused_add_rms_norm as fused_add_rms_norm
 from model.kernels.triton.elementwise import rms_norm as rms_norm
 from model.kernels.triton.elementwise import silu_and_mul as silu_and_mul
 from model.kernels.triton.experts import expert_mlp as expert_mlp
 from model.kernels.triton.filters import filter_top_k_top_p as filter_top_k_top_p
+from model.kernels.triton.integers import integer_linear as integer_linear
 from model.kernels.triton.latent import latent_decode as latent_decode
 from model.kernels.triton.latent import latent_prefill as latent_prefill
 from model.kernels.triton.latent import write_latents as write_latents

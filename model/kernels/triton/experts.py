@@ -10,6 +10,9 @@
 Grids follow from shapes alone: each expert's pairs are cut into tiles, and a program finds its
 expert by bisecting their numbering on the device. An expert without tokens has no tile.
 
+Matrices are numbers of the tokens' dtype, or integers with scales in tiles of their own
+(`integers.py`).
+
 Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs, I
 intermediate size.
 """
@@ -23,6 +26,8 @@ import triton
 import triton.language as tl
 
 from compile.pieces.shapes import next_pow2
+from model.kernels.scaled_linear import IntegerWeight
+from model.kernels.triton.integers import integer_product, layout_of
 from model.kernels.triton.routing import sort_pairs
 from model.kernels.triton.tiles import MIN_DOT
 
@@ -45,7 +50,9 @@ class ProductTiles:
         return self.columns // 2
 
 
-def product_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTiles:
+def product_tiles(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, *, has_integers: bool = False
+) -> ProductTiles:
     """Return tiles as high as an expert has pairs on average, within what spills no register."""
     is_half = dtype.itemsize <= 2
     mean = next_pow2(-(-num_pairs // num_experts))
@@ -56,7 +63,8 @@ def product_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Produ
         columns=128 if is_high else 64,
         # A few rows are bound by memory: more of a matrix is on its way at a time.
         inputs=(64 if is_high else 128) if is_half else 32,
-        num_warps=4,
+        # A group's sum of products is beside the sum of all.
+        num_warps=8 if is_high and has_integers else 4,
         num_stages=3,
     )
 
@@ -143,9 +151,15 @@ def _up_kernel(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     if tile >= tl.load(first_tile + num_experts):
@@ -156,13 +170,46 @@ def _up_kernel(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS
     inputs = tl.arange(0, BLOCK_K)
-    x_at = x + (pairs // TOP_K)[:, None] * stride_x + inputs[None, :]
-    gate_at = weight + expert * stride_expert
-    gate_at += columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
-    up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
-    gate, up = _products(
-        x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
-    )
+    x_at = x + (pairs // TOP_K) * stride_x
+    own = weight + expert * stride_expert
+    if BITS == 0:
+        gate_at = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
+        up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
+        x_at = x_at[:, None] + inputs[None, :]
+        gate, up = _products(
+            x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
+        )
+    else:
+        gate = integer_product(
+            x_at,
+            own,
+            is_row,
+            columns,
+            is_column,
+            BITS,
+            GROUP,
+            GROUPS,
+            WORDS,
+            TILE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_W,
+        )
+        up = integer_product(
+            x_at,
+            own,
+            is_row,
+            columns + OUTPUTS,
+            is_column,
+            BITS,
+            GROUP,
+            GROUPS,
+            WORDS,
+            TILE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_W,
+        )
 
     # torch rounds both products, and the activation, to the model's dtype.
     dtype = out.dtype.element_ty
@@ -186,9 +233,15 @@ def _down_kernel(
     stride_weight: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     if tile >= tl.load(first_tile + num_experts):
@@ -199,12 +252,30 @@ def _down_kernel(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS
     inputs = tl.arange(0, BLOCK_K)
-    x_at = x + rows[:, None] * INPUTS + inputs[None, :]
-    weight_at = weight + expert * stride_expert
-    weight_at += columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
-    acc, _ = _products(
-        x_at, weight_at, weight_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, False
-    )
+    x_at = x + rows * INPUTS
+    own = weight + expert * stride_expert
+    if BITS == 0:
+        own = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
+        x_at = x_at[:, None] + inputs[None, :]
+        acc, _ = _products(
+            x_at, own, own, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, False
+        )
+    else:
+        acc = integer_product(
+            x_at,
+            own,
+            is_row,
+            columns,
+            is_column,
+            BITS,
+            GROUP,
+            GROUPS,
+            WORDS,
+            TILE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_W,
+        )
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
     acc = acc.to(x.dtype.element_ty).to(tl.float32)
@@ -236,35 +307,49 @@ def _sum_kernel(
     tl.store(out + token * OUTPUTS + columns, rounded, mask=columns < OUTPUTS)
 
 
+def _matrices(
+    weight: torch.Tensor | IntegerWeight,
+) -> tuple[tuple[torch.Tensor, int, int], dict[str, int]]:
+    """Return what kernels read of all experts' matrices, with strides, and its layout."""
+    if isinstance(weight, IntegerWeight):
+        return (weight.tiles, weight.tiles.stride(0), 0), layout_of(weight)
+    plain = dict.fromkeys(("BITS", "GROUP", "GROUPS", "WORDS", "TILE", "BLOCK_W"), 0)
+    return (weight, weight.stride(0), weight.stride(1)), plain
+
+
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | IntegerWeight,
+    down: torch.Tensor | IntegerWeight,
     first_expert: int,
 ) -> torch.Tensor:
     """Do what `sparse_mlp.expert_mlp` does. Last dimensions are contiguous, and so are experts and
-    weights."""
+    weights. gate_up, down: matrices, or integers of all experts"""
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
-    num_pairs, (num_experts, _, size) = num_tokens * top_k, down.shape
+    num_pairs = num_tokens * top_k
     if not num_pairs:
         return x.new_empty(x.shape)
-    tiles = product_tiles(num_pairs, num_experts, x.dtype)
+    (up, up_layout), (back, back_layout) = _matrices(gate_up), _matrices(down)
+    num_experts = len(up[0])
+    size = back_layout["GROUP"] * back_layout["GROUPS"] or back[0].shape[2]
+    tiles = product_tiles(num_pairs, num_experts, x.dtype, has_integers=up_layout["BITS"] > 0)
     where = (*sort_pairs(experts, num_experts, first_expert, tiles.rows), num_experts)
     # Each tile has a pair, and each expert may leave one tile unfilled.
     num_tiles = min(num_pairs, num_pairs // tiles.rows + num_experts)
     gated = x.new_empty(num_pairs, size)
     _up_kernel[num_tiles, triton.cdiv(size, tiles.gated_columns)](
         x,
-        gate_up,
+        up[0],
         gated,
         *where,
         x.stride(0),
-        *gate_up.stride()[:2],
+        *up[1:],
         INPUTS=hidden_size,
         OUTPUTS=size,
         TOP_K=top_k,
+        **up_layout,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.gated_columns,
         BLOCK_K=tiles.inputs,
@@ -274,13 +359,14 @@ def expert_mlp(
     found = x.new_empty(num_pairs, hidden_size, dtype=torch.float32)
     _down_kernel[num_tiles, triton.cdiv(hidden_size, tiles.columns)](
         gated,
-        down,
+        back[0],
         found,
         weights,
         *where,
-        *down.stride()[:2],
+        *back[1:],
         INPUTS=size,
         OUTPUTS=hidden_size,
+        **back_layout,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.inputs,

@@ -286,7 +286,7 @@ def test_an_ingress_asks_on_after_a_request_was_cancelled_while_the_board_was_ma
 
         async def scrape(self) -> None:
             self.num_asked += 1
-            await self.board.metrics("first", {})
+            await answered(lambda: self.board.metrics("first", {}))
 
         async def has_asked(self, times: int) -> None:
             while self.num_asked < times:

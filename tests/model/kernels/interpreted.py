@@ -26,12 +26,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.custom_op import function_of
 from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
 from model import parallel
+from model.config import ModelConfig
 from model.kernels import (
+    adapters,
     cpu,
     dispatch,
     elementwise,
@@ -44,20 +47,23 @@ from model.kernels import (
 from model.kernels.cpu import packed_linear
 from model.kernels.dispatch import silu_and_mul
 from model.kernels.paged_attention import FP8, quantize_kv
+from model.kernels.triton import adapters as triton_adapters
 from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 from model.kv_cache import KVCacheSpec
-from model.layers import attention, moe
+from model.layers import attention, linear, moe
 from model.layers import latent_attention as latent_layer
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
+from model.quantization import Integers, WeightFormat
 from model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -527,6 +533,61 @@ def check_experts(rng: random.Random) -> None:
     assert found.isfinite().all()
 
 
+def packed_integers(weight: torch.Tensor, bits: int) -> packed_linear.PackedWeight:
+    """Pack a weight in groups that divide its inputs."""
+    inputs = weight.shape[-1]
+    groups = [n for n in (1, 7, 16, 24, 128, inputs) if inputs % n == 0]
+    return packed_linear.PackedWeight(
+        weight, Integers(bits, groups[torch.randint(len(groups), ())])
+    )
+
+
+def check_integers(rng: random.Random) -> None:
+    """Any number of groups, and inputs that fill no word; what is behind a row is not read."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_tokens, inputs = rng.choice([0, 1, 3, 17, 70]), rng.choice([1, 21, 48, 256, 272])
+    outputs = rng.choice([1, 31, 64, 150])
+    weight = torch.randn(outputs, inputs, dtype=dtype) / inputs**0.5
+    bias = torch.randn(outputs, dtype=dtype) if rng.random() < 0.5 else None
+    x = torch.full((num_tokens, inputs + 3), torch.nan, dtype=dtype)[:, :inputs]
+    x.copy_(torch.randn(num_tokens, inputs))
+    made = packed_integers(weight, rng.choice([4, 8]))
+    entry = packed_linear._entry(made.handle)
+    with NoWaiting(), Scratch():
+        packed = packed_linear.integers_of(made.handle)
+        found = triton_integers.integer_linear(x, packed, bias, outputs)
+    wide = F.linear(
+        x.float(), packed_linear._widened(entry), None if bias is None else bias.float()
+    )
+    compare(found, wide.to(dtype))
+
+
+def check_integer_experts(rng: random.Random) -> None:
+    """Experts whose matrices are integers, in one entry, as each of them alone."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_experts, num_tokens = rng.randint(1, 6), rng.choice([1, 7, 40])
+    top_k, bits = rng.randint(1, num_experts), rng.choice([4, 8])
+    hidden, size = rng.choice([16, 33, 130]), rng.choice([8, 31, 72])
+    num_own = rng.randint(1, num_experts)
+    first = rng.randint(0, num_experts - num_own)
+    x = torch.randn(num_tokens, hidden, dtype=dtype)
+    routed = sparse_mlp.route(torch.randn(num_tokens, num_experts), top_k, rng.random() < 0.5)
+    matrices = [torch.randn(num_own, 2 * size, hidden) / hidden**0.5]
+    matrices.append(torch.randn(num_own, hidden, size) / size**0.5)
+    packed = [packed_integers(each.to(dtype), bits) for each in matrices]
+    with NoWaiting(), Scratch():
+        integers = (packed_linear.integers_of(each.handle) for each in packed)
+        found = triton_experts.expert_mlp(x, *routed, *integers, first)
+    plain = []
+    for each in packed:
+        entry = packed_linear._entry(each.handle)
+        alone = (dataclasses.replace(entry, tiles=tiles) for tiles in entry.tiles)
+        plain.append(torch.stack([packed_linear._widened(one) for one in alone]))
+    wanted = sparse_mlp.expert_mlp(x.float(), *routed, *plain, first)
+    tolerance = 4e-5 if dtype == torch.float32 else 1e-2  # what is gated is rounded on the way
+    torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
 def check_route(rng: random.Random) -> None:
     """The likeliest experts, each once, with the softmax's masses; any dtype and any strides."""
     num_experts = rng.choice([1, 2, 5, 8, 60, 128, 200])
@@ -549,13 +610,30 @@ def check_route(rng: random.Random) -> None:
     torch.testing.assert_close(weights, wanted_weights, atol=1e-6, rtol=1e-5)
 
 
+def check_route_in_groups(rng: random.Random) -> None:
+    """DeepSeek's: experts of the best groups, softmax or sigmoids with a bias, and a scaling."""
+    num_groups, size = rng.choice([(1, 6), (2, 3), (3, 2), (4, 4), (8, 32), (5, 12)])
+    top_groups = rng.randint(1, max(num_groups - 1, 1))
+    num_experts, top_k = num_groups * size, rng.randint(1, min(top_groups * size, 9))
+    # No two are equal, nor are sums of two: the order of equals is not torch's.
+    logits = torch.randn(rng.choice([0, 3, 33]), num_experts)
+    bias = torch.randn(num_experts) if rng.random() < 0.7 else None
+    others = (rng.random() < 0.5, bias, num_groups, top_groups, rng.choice([1.0, 2.5]))
+    with NoWaiting():
+        experts, weights = triton_routing.route(logits, top_k, *others)
+    wanted, wanted_weights = sparse_mlp.route(logits, top_k, *others)
+    assert torch.equal(experts, wanted)
+    torch.testing.assert_close(weights, wanted_weights, atol=1e-6, rtol=1e-5)
+
+
 def check_route_of_no_numbers(rng: random.Random) -> None:
     """A token whose scores are not numbers has experts that exist, and spoils no other token."""
-    logits = torch.randn(3, rng.randint(2, 9))
+    logits = torch.randn(3, 2 * rng.randint(2, 5))
     logits[1, rng.randrange(logits.shape[1]) if rng.random() < 0.5 else slice(None)] = torch.nan
-    experts, weights = triton_routing.route(logits, 2, True)
-    assert ((experts >= 0) & (experts < logits.shape[1])).all()
-    assert weights[1].isnan().all() and weights[::2].isfinite().all()
+    for others in ((), (None, 2, 1), (torch.zeros(logits.shape[1]), 2, 1)):
+        experts, weights = triton_routing.route(logits, 2, True, *others)
+        assert ((experts >= 0) & (experts < logits.shape[1])).all()
+        assert weights[1].isnan().all() and weights[::2].isfinite().all()
 
 
 def check_sort(rng: random.Random) -> None:
@@ -578,6 +656,28 @@ def check_sort(rng: random.Random) -> None:
     num_tiles = -(-edges.diff() // tile_rows)
     first_tile = torch.cat((torch.zeros(1), num_tiles.cumsum(0))).int()
     compare(found_tiles, first_tile, exactly=True)
+
+
+def check_adapters(rng: random.Random) -> None:
+    """Of few tokens and many, of as many adapters or of none; others' matrices are not read."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_tokens, inputs = rng.choice([0, 1, 5, 40, 270]), rng.choice([1, 33, 300])
+    num_adapters, rank = rng.randint(1, 5), rng.choice([1, 8, 24, 70])
+    sizes = [rng.choice([1, 20, 130]) for _ in range(rng.randint(1, 3))]
+    x = torch.randn(num_tokens, inputs + 3, dtype=dtype)[:, 3:]
+    out = torch.randn(num_tokens, sum(sizes) + 1, dtype=dtype)[:, 1:]
+    a = torch.randn(num_adapters, len(sizes) * rank, inputs, dtype=dtype) / inputs**0.5
+    b = torch.randn(num_adapters, rank, sum(sizes), dtype=dtype) / rank**0.5
+    used = rng.sample(range(num_adapters + 1), rng.randint(1, num_adapters + 1))
+    of_token = torch.tensor([rng.choice(used) for _ in range(num_tokens)], dtype=torch.int32)
+    for adapter in {*range(1, num_adapters + 1)} - {*of_token.tolist()}:
+        a[adapter - 1] = b[adapter - 1] = torch.nan
+    wanted = out.clone()
+    adapters.add_adapters(wanted, x, a, b, sizes, of_token)
+    with NoWaiting(), Scratch():
+        triton_adapters.add_adapters(out, x, a, b, sizes, of_token)
+    compare(out, wanted)
+    assert out.isfinite().all()
 
 
 def check_filters(rng: random.Random) -> None:
@@ -611,20 +711,18 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False)
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def check_model(rng: random.Random) -> None:
+def check_model(rng: random.Random, held: WeightFormat = "auto") -> None:
     for path in os.environ["CHECKPOINTS"].split(os.pathsep):
-        check_checkpoint(rng, path)
+        check_checkpoint(rng, path, held)
 
 
-def check_checkpoint(rng: random.Random, path: str) -> None:
+def check_checkpoint(rng: random.Random, path: str, held: WeightFormat) -> None:
     """A whole model computes the same through Triton as through torch, without waiting."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import Paged
 
     # Awkward on purpose: head dim 12, groups of 3, an odd vocabulary.
-    # Weights stay plain, as on a GPU: an op on packed ones reads its handle.
-    with patch.object(packed_linear, "_packs", return_value=False):
-        model, config = load_model(path, dtype=torch.float32, device=CPU)
+    config = ModelConfig.from_dir(path)
     counts = [
         {"a": rng.randint(2, 12), "b": rng.randint(2, 5), "c": 1},
         {"a": 1, "b": 1, "c": 1},
@@ -636,8 +734,17 @@ def check_checkpoint(rng: random.Random, path: str) -> None:
     ]
     results = []
     for kernels in (cpu, triton):
-        runner = Paged(model)
         with ExitStack() as stack:
+            for module in (packed_linear, moe):
+                is_on_gpu = kernels is triton
+                stack.enter_context(patch.object(module, "is_on_gpu", return_value=is_on_gpu))
+            if kernels is triton:
+                stack.enter_context(patch.object(linear, "packed_linear", dispatch.integer_linear))
+                stack.enter_context(patch.object(dispatch, "_triton", return_value=triton))
+            # Plain weights stay so, as on a GPU: an op on packed ones reads its handle.
+            with patch.object(packed_linear, "_packs", return_value=False):
+                model, _ = load_model(path, dtype=torch.float32, device=CPU, quantization=held)
+            runner = Paged(model)
             for module in (attention, moe, latent_layer):
                 stack.enter_context(patch.object(module, "kernels_for", lambda _, own=kernels: own))
             for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul"):
@@ -676,10 +783,15 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "silu": check_silu,
     "experts": check_experts,
     "filters": check_filters,
+    "integers": check_integers,
+    "integer_experts": check_integer_experts,
     "route": check_route,
+    "route_in_groups": check_route_in_groups,
     "route_of_no_numbers": check_route_of_no_numbers,
     "sort": check_sort,
+    "adapters": check_adapters,
     "model": check_model,
+    "integer_model": partial(check_model, held="int4"),
 }
 
 

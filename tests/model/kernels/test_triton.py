@@ -36,11 +36,16 @@ NUM_SHAPES = {
     "all_reduce": 4,
     "silu": 5,
     "experts": 4,
+    "integers": 6,
+    "integer_experts": 2,
     "filters": 4,
     "route": 6,
+    "route_in_groups": 8,
     "route_of_no_numbers": 3,
     "sort": 4,
+    "adapters": 5,
     "model": 1,
+    "integer_model": 1,
 }
 """By group of checks: how many random shapes, times the factor of `--fuzz`."""
 
@@ -68,6 +73,9 @@ def interpreted(
 def marked(group: str) -> Any:
     marks = [pytest.mark.feature("S09")] if "e4m3" in group else []
     marks += [pytest.mark.feature("O02")] if group == "all_reduce" else []
+    marks += [pytest.mark.feature("S04")] if group == "route_in_groups" else []
+    marks += [pytest.mark.feature("S08")] if "integer" in group else []
+    marks += [pytest.mark.feature("S10")] if group == "adapters" else []
     return pytest.param(group, marks=marks)
 
 
@@ -83,11 +91,13 @@ def test_kernels_equal_their_torch_references(
 
 REPORT = ROOT / "examples" / "bench" / "kernel_report.py"
 KERNELS = {
+    "adapters": ("expand", "shrink"),
     "all_reduce": ("all_reduce_norm",),
     "decode": ("join", "split"),
     "elementwise": ("norm", "silu"),
     "experts": ("down", "sum", "up"),
     "filters": ("filter", "search"),
+    "integers": ("linear",),
     "latent": ("latent", "write"),
     "prefill": ("prefill",),
     "rope": ("rope",),

@@ -1,0 +1,146 @@
+"""Products with weights of integers on a GPU. The reference is float32 of the same numbers.
+
+Tiles lie as `cpu.packed_linear` makes them: of N outputs side by side a group's scales, in float32,
+and behind them its words. A word has consecutive inputs of one output, 4 of 8 bits or 8 of 4. The
+first inputs of some words make one product, the second ones another, so that no number changes its
+place in registers. Integers are exact in the dtype of the inputs; a group's sum is scaled.
+
+Shapes: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from model.kernels.scaled_linear import IntegerWeight
+from model.kernels.triton.tiles import MIN_DOT
+
+WORDS_AT_ONCE = 32
+
+
+def layout_of(weight: IntegerWeight) -> dict[str, int]:
+    """Return a kernel's constants for such a weight."""
+    (groups, words, outputs), integers = weight.tiles.shape[-3:], weight.integers
+    block = min(max(triton.next_power_of_2(words - 1), MIN_DOT), WORDS_AT_ONCE)
+    layout = {"GROUPS": groups, "WORDS": words - 1, "TILE": outputs, "BLOCK_W": block}
+    return layout | {"BITS": integers.bits, "GROUP": integers.group}
+
+
+@triton.jit
+def integer_product(
+    x_at: tl.tensor,
+    tiles: tl.tensor,
+    is_row: tl.tensor,
+    columns: tl.tensor,
+    is_column: tl.tensor,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> tl.tensor:
+    """Return the product of rows with some outputs of a weight, float32 [M, N].
+
+    x_at: the rows' first inputs, [M]; tiles: of this weight; columns: [N]
+    """
+    PER_WORD: tl.constexpr = 32 // BITS
+    dtype = x_at.dtype.element_ty
+    words = tl.arange(0, BLOCK_W)
+    of_columns = tiles + (columns // TILE).to(tl.int64) * (GROUPS * (1 + WORDS) * TILE)
+    of_columns += columns % TILE
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for group in range(GROUPS):
+        scales_at = of_columns + group * (1 + WORDS) * TILE
+        scales = tl.load(scales_at, mask=is_column, other=0).to(tl.float32, bitcast=True)
+        product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for at in range(0, WORDS, BLOCK_W):
+            is_word = (at + words < WORDS)[:, None] & is_column[None, :]
+            words_at = scales_at[None, :] + (1 + at + words)[:, None] * TILE
+            packed = tl.load(words_at, mask=is_word, other=0)
+            for i in tl.static_range(PER_WORD):
+                # To the top and back: the sign fills what is above.
+                numbers = (packed << ((PER_WORD - 1 - i) * BITS)) >> (32 - BITS)
+                inputs = (at + words) * PER_WORD + i
+                is_input = is_row[:, None] & (inputs < GROUP)[None, :]
+                x_tile = tl.load(
+                    x_at[:, None] + (group * GROUP + inputs)[None, :], mask=is_input, other=0.0
+                )
+                product = tl.dot(x_tile, numbers.to(dtype), product, input_precision="ieee")
+        total += product * scales[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_kernel(
+    x: tl.tensor,
+    tiles: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_x: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = rows < num_tokens, columns < OUTPUTS
+    total = integer_product(
+        x + rows * stride_x,
+        tiles,
+        is_row,
+        columns,
+        is_column,
+        BITS,
+        GROUP,
+        GROUPS,
+        WORDS,
+        TILE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_W,
+    )
+    if bias is not None:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def integer_linear(
+    x: torch.Tensor, weight: IntegerWeight, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """Multiply x [T, I], whose rows are contiguous. Returns [T, O]."""
+    num_tokens = x.shape[0]
+    out = x.new_empty(num_tokens, out_features)
+    if not num_tokens:
+        return out
+    is_half = x.dtype.itemsize <= 2
+    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), 64 if is_half else 32)
+    # Few rows are bound by memory: more programs have more words on their way.
+    columns = 128 if rows == 64 else 32
+    _linear_kernel[triton.cdiv(num_tokens, rows), triton.cdiv(out_features, columns)](
+        x,
+        weight.tiles,
+        bias,
+        out,
+        num_tokens,
+        x.stride(0),
+        OUTPUTS=out_features,
+        **layout_of(weight),
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        num_warps=8 if rows == 64 else 4,
+        num_stages=3,
+    )
+    return out
