@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,6 +106,14 @@ class Server:
             for sample in family.samples
         }
 
+    def num_drafted(self, what: str) -> Counter[str]:
+        """Return by pool how many drafts, tokens of drafts or accepted ones metrics tell."""
+        found = Counter[str]()
+        for (name, labels), value in self.totals().items():
+            if name == f"lockstep:spec_decode_num_{what}_total":
+                found[dict(labels)["engine"].partition("-")[0]] += int(value)
+        return found
+
     def wait_until(
         self,
         is_met: Callable[[], Any],
@@ -177,6 +187,36 @@ class Server:
 
     def _ranks(self, pool: dict[str, Any]) -> list[dict[str, Any]]:
         return [rank for replica in pool["replicas"] for rank in replica["ranks"]]
+
+
+@pytest.fixture(scope="session")
+def mtp_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 model of three layers with an MTP layer, whose drafts are often right, and with
+    the tokenizer of the bundled model."""
+    import torch
+    import transformers
+    from mtp import save_with_mtp
+
+    from model.config import ModelConfig
+    from serve.config import bundled_model
+
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("v3")
+    latent = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = transformers.DeepseekV3Config(
+        **{"vocab_size": ModelConfig.from_dir(bundled_model()).vocab_size, "hidden_size": 32},
+        **{"intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "v_head_dim": 8, "first_k_dense_replace": 1},
+        **{"n_group": 1, "topk_group": 1, "max_position_embeddings": 96, "initializer_range": 0.3},
+        **latent,
+        **experts,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    save_with_mtp(path, model, noise=0.05, volume=0.1)
+    for file in bundled_model().glob("*token*.json"):
+        shutil.copy(file, path)
+    return path
 
 
 @pytest.fixture(scope="session")

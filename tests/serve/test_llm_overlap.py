@@ -3,18 +3,17 @@ other, through the offline API."""
 
 from __future__ import annotations
 
+import math
 import random
-import shutil
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cluster.engine.engine import OverlappedEngine
 from cluster.rank.runner import LaunchedStep, ModelRunner
 from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan
-from model.config import ModelConfig
-from serve.config import bundled_model
 from serve.llm import LLM, RequestOutput, SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -40,31 +39,12 @@ def engines() -> dict[str, LLM]:
 
 
 @pytest.fixture(scope="module")
-def predicting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
+def predicting(mtp_checkpoint: Path) -> dict[str, LLM]:
     """Engines of a DeepSeek-V3 model; the drafting one has its MTP layer."""
-    import transformers
-    from mtp import save_with_mtp
-
-    torch.manual_seed(1)
-    path = tmp_path_factory.mktemp("v3")
-    latent = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    config = transformers.DeepseekV3Config(
-        **{"vocab_size": ModelConfig.from_dir(bundled_model()).vocab_size, "hidden_size": 32},
-        **{"intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2},
-        **{"num_key_value_heads": 2, "v_head_dim": 8, "first_k_dense_replace": 1},
-        **{"n_group": 1, "topk_group": 1, "max_position_embeddings": 96, "initializer_range": 0.3},
-        **latent,
-        **experts,
-    )
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
-    save_with_mtp(path, model, noise=0.05, volume=0.1)
-    for file in bundled_model().glob("*token*.json"):
-        shutil.copy(file, path)
     mtp = {"method": "mtp", "num_speculative_tokens": 3}
     return {
-        "off": LLM(path, overlap="off", **SIZES),
-        "drafting": LLM(path, speculative_config=mtp, **SIZES),
+        "off": LLM(mtp_checkpoint, overlap="off", **SIZES),
+        "drafting": LLM(mtp_checkpoint, speculative_config=mtp, **SIZES),
     }
 
 
@@ -162,6 +142,45 @@ def check_equal(engines: dict[str, LLM], seed: int) -> None:
             assert values(plain) == pytest.approx(values(other), abs=1e-4)
     reasons = [output.outputs[0].finish_reason for output in found["off"]]
     assert {"stop", "length"} == set(reasons)
+
+
+@pytest.mark.feature("T05")
+@pytest.mark.parametrize("drafters", ["engines", "predicting"])
+def test_tokens_that_were_drafted_are_drawn_as_likely_as_the_model_says(
+    drafters: str, request: pytest.FixtureRequest
+) -> None:
+    """Pairs of tokens behind a prompt, of the three likeliest each, by Pearson's chi-square."""
+    llms: dict[str, LLM] = request.getfixturevalue(drafters)
+    plain, drafting = llms["off"], llms["drafting"]
+    prompt = [7, 8, 9, 7, 8, 9, 7]
+    wanted = {
+        (first, second): 3000 * of_first * of_second
+        for first, of_first in likelihoods(plain, prompt).items()
+        for second, of_second in likelihoods(plain, [*prompt, first]).items()
+    }
+    before = drafting.engine.scheduler.stats().num_accepted_tokens
+    params = [
+        SamplingParams(temperature=1, top_k=3, seed=seed, max_tokens=4, ignore_eos=True)
+        for seed in range(3000)
+    ]
+    outputs = drafting.generate([prompt] * len(params), params)
+    assert drafting.engine.scheduler.stats().num_accepted_tokens > before
+    found = Counter(tuple(output.outputs[0].token_ids[:2]) for output in outputs)
+    assert set(found) <= set(wanted) and len(wanted) == 9
+    distance = sum((found[pair] - often) ** 2 / often for pair, often in wanted.items())
+    # With eight degrees of freedom one of ten thousand is larger.
+    assert distance < 31.8, (found, wanted)
+
+
+def likelihoods(llm: LLM, prompt: list[int]) -> dict[int, float]:
+    """Return how likely the three likeliest next tokens are among themselves."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=3)
+    [output] = llm.generate([prompt], params)
+    [entry] = output.outputs[0].logprobs
+    masses = [math.exp(logprob) for logprob in entry.top_logprobs]
+    return {
+        token: mass / sum(masses) for token, mass in zip(entry.top_token_ids, masses, strict=True)
+    }
 
 
 @pytest.mark.feature("T04")

@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -371,14 +370,6 @@ def test_adapters_come_and_go_while_an_application_serves(
 def test_answers_with_drafts_are_right_and_metrics_tell_how_many_were(
     app: Any, client: openai.OpenAI
 ) -> None:
-    def counted(what: str) -> dict[str, float]:
-        """By pool."""
-        found = Counter[str]()
-        for (name, labels), value in app.totals().items():
-            if name == f"lockstep:spec_decode_num_{what}_total":
-                found[dict(labels)["engine"].partition("-")[0]] += value
-        return found
-
     answer = client.chat.completions.create(
         model="lockstep-tiny",
         messages=[{"role": "user", "content": "Count from 1 to 30."}],
@@ -388,9 +379,9 @@ def test_answers_with_drafts_are_right_and_metrics_tell_how_many_were(
     assert answer.choices[0].message.content == " ".join(map(str, range(1, 31)))
 
     def are_told() -> bool:
-        tokens, accepted = counted("draft_tokens"), counted("accepted_tokens")
+        tokens, accepted = app.num_drafted("draft_tokens"), app.num_drafted("accepted_tokens")
         assert not tokens["prefill"]
-        return 0 < accepted["decode"] < tokens["decode"] and tokens >= counted("drafts")
+        return 0 < accepted["decode"] < tokens["decode"] and tokens >= app.num_drafted("drafts")
 
     app.wait_until(are_told)
 
