@@ -432,7 +432,7 @@ def blank_model(
 def _check_products_on(gpu: torch.device, held: WeightFormat, config: ModelConfig) -> None:
     """Refuse products that a GPU cannot compute, by name."""
     if config.experts is not None:
-        wanted = "auto for a model with experts on a GPU, whose kernels take numbers of dtype"
+        wanted = "auto, int8 or int4 for a model with experts on a GPU"
         raise FieldError("quantization", wanted, held)
     major, minor = torch.cuda.get_device_capability(gpu)
     if held == "fp8" and (major, minor) < (8, 9):

@@ -335,7 +335,7 @@ def ast_source(launch: Launch) -> ASTSource:
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for i, (parameter, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
-        kind = _type_of(value)
+        kind = "constexpr" if parameter.is_constexpr else _type_of(value)
         integer = None if parameter.do_not_specialize or kind[0] != "i" else value
         if parameter.is_constexpr or value is None or integer == 1:
             kind, constants[(i,)] = "constexpr", value

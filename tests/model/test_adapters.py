@@ -302,7 +302,7 @@ def test_nothing_is_written_of_files_that_do_not_fit(
 def test_a_number_that_is_not_finite_never_reaches_a_slot(
     made: Made, load: Callable[..., Any]
 ) -> None:
-    """A masked product would make a NaN of it for every token."""
+    """Of an adapter that is refused nothing is left in a slot."""
     path, adapter, _ = made
     model, _ = load(path)
     slots = load_adapters(model, [], 2, 4)

@@ -233,7 +233,7 @@ def test_a_gpu_refuses_what_it_does_not_multiply(inputs: int, outputs: int) -> N
     ("family", "line"),
     [
         ("Llama", "auto on a GPU before sm_89, which does not multiply FP8, found fp8 on sm_80"),
-        ("Mixtral", "auto for a model with experts on a GPU, whose kernels take numbers of dtype"),
+        ("Mixtral", "auto, int8 or int4 for a model with experts on a GPU"),
     ],
 )
 def test_a_gpu_without_fp8_products_is_refused_before_anything_is_read(

@@ -430,7 +430,7 @@ def test_parts_of_blocks_are_refused_and_experts_on_a_gpu(
     with pytest.raises(FieldError, match=f"^quantization: {wanted} 40 inputs"):
         load(path, Shard(0, 2))
     given: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "quantization": "nvfp4"}
-    with pytest.raises(FieldError, match=r"^quantization: wanted auto for a model with experts"):
+    with pytest.raises(FieldError, match=r"^quantization: wanted auto, int8 or int4 for a model"):
         load_model(quantized("Mixtral")[0], **given)
 
 

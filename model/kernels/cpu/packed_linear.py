@@ -116,7 +116,7 @@ class PackedWeight:
             scaled = scaled_weight(weight)
         elif integers is not None:
             tiles = _pack_integers(weight, integers)
-            if is_on_gpu(weight) or native_function("quantized_linear", weight.dtype) is None:
+            if native_function("quantized_linear", weight.dtype) is None:
                 rows = 0
         elif _is_ours(weight.dtype):
             tiles = _pack(weight)
@@ -124,9 +124,7 @@ class PackedWeight:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             tiles = _tiles_of(packed, weight)
             rows = _kernel_rows(tiles)
-        sizes = None
-        if tiles is not None and not self.handle.ndim:
-            sizes = _sizes(tiles, weight.shape, integers)
+        sizes = None if tiles is None else _sizes(tiles, weight.shape, integers)
         entry = _Entry(weight.shape[-2], packed, tiles, sizes, rows, integers, scaled)
         _table[index] = _entry_at[self.handle.data_ptr()] = entry
         # It keeps the handle: as long as the address is in the table, it is the handle's.
@@ -194,7 +192,7 @@ def _forget(index: int, handle: torch.Tensor) -> None:
 
 def _entry(handle: torch.Tensor) -> _Entry:
     entry = _entry_at.get(handle.data_ptr())
-    return _table[int(handle)] if entry is None else entry
+    return _table[int(handle.flatten()[0])] if entry is None else entry
 
 
 def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -264,8 +262,7 @@ def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
 
 
 def _fill_tiles(tiles: torch.Tensor, weight: torch.Tensor, integers: Integers) -> None:
-    _, groups, words, outputs = tiles.shape
-    words -= 1
+    groups, words, outputs = tiles.shape[1], tiles.shape[2] - 1, tiles.shape[3]
     scales, numbers = tiles[:, :, 0].view(torch.float32), tiles[:, :, 1:]
     step = -(-OUTPUTS_AT_ONCE // outputs) * outputs
     for start in range(0, len(weight), step):
@@ -300,9 +297,9 @@ def _widened(entry: _Entry) -> torch.Tensor:
 def _sizes(
     tiles: torch.Tensor, shape: tuple[int, ...], integers: Integers | None = None
 ) -> ctypes.Array[ctypes.c_int64]:
-    num_outputs, num_inputs = shape
+    num_outputs, num_inputs = shape[-2:]
     if integers is not None:
-        _, groups, words, _ = tiles.shape
+        groups, words = tiles.shape[-3:-1]
         return int64_array(num_inputs, num_outputs, groups, words - 1, integers.bits)
     _, words, tile_outputs, per_word = tiles.shape
     return int64_array(num_inputs, num_outputs, tile_outputs, words * per_word, per_word)

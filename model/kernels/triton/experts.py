@@ -151,15 +151,10 @@ def _up_kernel(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     if tile >= tl.load(first_tile + num_experts):
@@ -172,7 +167,7 @@ def _up_kernel(
     inputs = tl.arange(0, BLOCK_K)
     x_at = x + (pairs // TOP_K) * stride_x
     own = weight + expert * stride_expert
-    if BITS == 0:
+    if LAYOUT is None:
         gate_at = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
         up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
         x_at = x_at[:, None] + inputs[None, :]
@@ -180,35 +175,9 @@ def _up_kernel(
             x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
         )
     else:
-        gate = integer_product(
-            x_at,
-            own,
-            is_row,
-            columns,
-            is_column,
-            BITS,
-            GROUP,
-            GROUPS,
-            WORDS,
-            TILE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_W,
-        )
+        gate = integer_product(x_at, own, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N)
         up = integer_product(
-            x_at,
-            own,
-            is_row,
-            columns + OUTPUTS,
-            is_column,
-            BITS,
-            GROUP,
-            GROUPS,
-            WORDS,
-            TILE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_W,
+            x_at, own, is_row, columns + OUTPUTS, is_column, LAYOUT, BLOCK_M, BLOCK_N
         )
 
     # torch rounds both products, and the activation, to the model's dtype.
@@ -233,15 +202,10 @@ def _down_kernel(
     stride_weight: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     if tile >= tl.load(first_tile + num_experts):
@@ -254,28 +218,14 @@ def _down_kernel(
     inputs = tl.arange(0, BLOCK_K)
     x_at = x + rows * INPUTS
     own = weight + expert * stride_expert
-    if BITS == 0:
+    if LAYOUT is None:
         own = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
         x_at = x_at[:, None] + inputs[None, :]
         acc, _ = _products(
             x_at, own, own, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, False
         )
     else:
-        acc = integer_product(
-            x_at,
-            own,
-            is_row,
-            columns,
-            is_column,
-            BITS,
-            GROUP,
-            GROUPS,
-            WORDS,
-            TILE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_W,
-        )
+        acc = integer_product(x_at, own, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N)
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
     acc = acc.to(x.dtype.element_ty).to(tl.float32)
@@ -309,12 +259,11 @@ def _sum_kernel(
 
 def _matrices(
     weight: torch.Tensor | IntegerWeight,
-) -> tuple[tuple[torch.Tensor, int, int], dict[str, int]]:
-    """Return what kernels read of all experts' matrices, with strides, and its layout."""
+) -> tuple[tuple[torch.Tensor, int, int], tuple[int, ...] | None]:
+    """Return what kernels read of all experts' matrices, with strides; and integers' layout."""
     if isinstance(weight, IntegerWeight):
         return (weight.tiles, weight.tiles.stride(0), 0), layout_of(weight)
-    plain = dict.fromkeys(("BITS", "GROUP", "GROUPS", "WORDS", "TILE", "BLOCK_W"), 0)
-    return (weight, weight.stride(0), weight.stride(1)), plain
+    return (weight, weight.stride(0), weight.stride(1)), None
 
 
 def expert_mlp(
@@ -333,8 +282,8 @@ def expert_mlp(
         return x.new_empty(x.shape)
     (up, up_layout), (back, back_layout) = _matrices(gate_up), _matrices(down)
     num_experts = len(up[0])
-    size = back_layout["GROUP"] * back_layout["GROUPS"] or back[0].shape[2]
-    tiles = product_tiles(num_pairs, num_experts, x.dtype, has_integers=up_layout["BITS"] > 0)
+    size = back[0].shape[2] if back_layout is None else back_layout[1] * back_layout[2]
+    tiles = product_tiles(num_pairs, num_experts, x.dtype, has_integers=up_layout is not None)
     where = (*sort_pairs(experts, num_experts, first_expert, tiles.rows), num_experts)
     # Each tile has a pair, and each expert may leave one tile unfilled.
     num_tiles = min(num_pairs, num_pairs // tiles.rows + num_experts)
@@ -349,7 +298,7 @@ def expert_mlp(
         INPUTS=hidden_size,
         OUTPUTS=size,
         TOP_K=top_k,
-        **up_layout,
+        LAYOUT=up_layout,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.gated_columns,
         BLOCK_K=tiles.inputs,
@@ -366,7 +315,7 @@ def expert_mlp(
         *back[1:],
         INPUTS=size,
         OUTPUTS=hidden_size,
-        **back_layout,
+        LAYOUT=back_layout,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.inputs,

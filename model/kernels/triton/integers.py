@@ -20,12 +20,12 @@ from model.kernels.triton.tiles import MIN_DOT
 WORDS_AT_ONCE = 32
 
 
-def layout_of(weight: IntegerWeight) -> dict[str, int]:
-    """Return a kernel's constants for such a weight."""
+def layout_of(weight: IntegerWeight) -> tuple[int, ...]:
+    """Return a kernel's constant for such a weight: the integers' bits, inputs of a group, groups,
+    words of a group, outputs side by side, and words at once."""
     (groups, words, outputs), integers = weight.tiles.shape[-3:], weight.integers
     block = min(max(triton.next_power_of_2(words - 1), MIN_DOT), WORDS_AT_ONCE)
-    layout = {"GROUPS": groups, "WORDS": words - 1, "TILE": outputs, "BLOCK_W": block}
-    return layout | {"BITS": integers.bits, "GROUP": integers.group}
+    return integers.bits, integers.group, groups, words - 1, outputs, block
 
 
 @triton.jit
@@ -35,19 +35,20 @@ def integer_product(
     is_row: tl.tensor,
     columns: tl.tensor,
     is_column: tl.tensor,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ) -> tl.tensor:
     """Return the product of rows with some outputs of a weight, float32 [M, N].
 
     x_at: the rows' first inputs, [M]; tiles: of this weight; columns: [N]
     """
+    BITS: tl.constexpr = LAYOUT[0]
+    GROUP: tl.constexpr = LAYOUT[1]
+    GROUPS: tl.constexpr = LAYOUT[2]
+    WORDS: tl.constexpr = LAYOUT[3]
+    TILE: tl.constexpr = LAYOUT[4]
+    BLOCK_W: tl.constexpr = LAYOUT[5]
     PER_WORD: tl.constexpr = 32 // BITS
     dtype = x_at.dtype.element_ty
     words = tl.arange(0, BLOCK_W)
@@ -84,33 +85,15 @@ def _linear_kernel(
     num_tokens: tl.tensor,
     stride_x: tl.tensor,
     OUTPUTS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ) -> None:
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < num_tokens, columns < OUTPUTS
-    total = integer_product(
-        x + rows * stride_x,
-        tiles,
-        is_row,
-        columns,
-        is_column,
-        BITS,
-        GROUP,
-        GROUPS,
-        WORDS,
-        TILE,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_W,
-    )
+    x_at = x + rows * stride_x
+    total = integer_product(x_at, tiles, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N)
     if bias is not None:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
@@ -137,7 +120,7 @@ def integer_linear(
         num_tokens,
         x.stride(0),
         OUTPUTS=out_features,
-        **layout_of(weight),
+        LAYOUT=layout_of(weight),
         BLOCK_M=rows,
         BLOCK_N=columns,
         num_warps=8 if rows == 64 else 4,

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile.context import ForwardContext, forward_context
 from compile.custom_op import function_of
 from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
 from model import parallel
@@ -47,7 +48,6 @@ from model.kernels import (
 from model.kernels.cpu import packed_linear
 from model.kernels.dispatch import silu_and_mul
 from model.kernels.paged_attention import FP8, quantize_kv
-from model.kernels.triton import adapters as triton_adapters
 from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
@@ -59,7 +59,7 @@ from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 from model.kv_cache import KVCacheSpec
-from model.layers import attention, linear, moe
+from model.layers import attention, linear, lora, moe
 from model.layers import latent_attention as latent_layer
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
@@ -674,8 +674,9 @@ def check_adapters(rng: random.Random) -> None:
         a[adapter - 1] = b[adapter - 1] = torch.nan
     wanted = out.clone()
     adapters.add_adapters(wanted, x, a, b, sizes, of_token)
-    with NoWaiting(), Scratch():
-        triton_adapters.add_adapters(out, x, a, b, sizes, of_token)
+    on_gpu = patch.object(lora, "kernels_for", return_value=triton)
+    with NoWaiting(), Scratch(), on_gpu, forward_context(ForwardContext(adapters=of_token)):
+        function_of(lora.lora_add.default, "cuda")(out, x, a, b, sizes)
     compare(out, wanted)
     assert out.isfinite().all()
 
@@ -744,7 +745,8 @@ def check_checkpoint(rng: random.Random, path: str, held: WeightFormat) -> None:
                 is_on_gpu = kernels is triton
                 stack.enter_context(patch.object(module, "is_on_gpu", return_value=is_on_gpu))
             if kernels is triton:
-                stack.enter_context(patch.object(linear, "packed_linear", dispatch.integer_linear))
+                on_gpu = function_of(linear.packed_linear.default, "cuda")
+                stack.enter_context(patch.object(linear, "packed_linear", on_gpu))
                 stack.enter_context(patch.object(dispatch, "_triton", return_value=triton))
             # Plain weights stay so, as on a GPU: an op on packed ones reads its handle.
             with patch.object(packed_linear, "_packs", return_value=False):
