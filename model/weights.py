@@ -429,11 +429,8 @@ def blank_model(
     return model.eval(), config
 
 
-def _check_products_on(gpu: torch.device, held: WeightFormat, config: ModelConfig) -> None:
+def _check_products_on(gpu: torch.device, held: WeightFormat) -> None:
     """Refuse products that a GPU cannot compute, by name."""
-    if config.experts is not None:
-        wanted = "auto, int8 or int4 for a model with experts on a GPU"
-        raise FieldError("quantization", wanted, held)
     major, minor = torch.cuda.get_device_capability(gpu)
     if held == "fp8" and (major, minor) < (8, 9):
         wanted = "auto on a GPU before sm_89, which does not multiply FP8"
@@ -456,7 +453,7 @@ def _described_model(
         layout, name = config.quantization.layout, str(place.dtype).removeprefix("torch.")
         log.info("weights that are stored as %s are computed in %s", layout, name)
     if place.quantization in ("fp8", "nvfp4") and place.device.type == "cuda":
-        _check_products_on(place.device, place.quantization, config)
+        _check_products_on(place.device, place.quantization)
     stored = config.quantization
     if place.quantization == "nvfp4" and not (stored and stored.has_input_scales):
         wanted = f"auto where no input_global_scale is stored: it takes {NVFP4} with activations"

@@ -65,6 +65,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "pool": (KERNELS, 120.0),
         "filters": (KERNELS, 120.0),
         "experts": (KERNELS, 180.0),
+        "short_experts": (KERNELS, 180.0),
         "adapters": (KERNELS, 120.0),
         "integers": (KERNELS, 120.0),
         "rope": (KERNELS, 120.0),

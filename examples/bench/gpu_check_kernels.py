@@ -13,10 +13,18 @@ import torch
 from gpu_check_rows import Row, Setting, attempts, error_of
 
 from cluster.kv.transport.store import BlockStore
+from compile.passes.quantizers import quantize_blocks
 from model.kernels import adapters, paged_attention, sparse_mlp
 from model.kernels.cpu.packed_linear import PackedWeight
 from model.kernels.dispatch import kernels_for, packed_linear, silu_and_mul
 from model.kernels.filters import filter_top_k_top_p
+from model.kernels.scaled_linear import (
+    BlockScaledWeight,
+    ScaledWeight,
+    quantize_inputs,
+    scaled_linear,
+    scaled_weight,
+)
 from model.kv_cache import KVCacheSpec
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
@@ -433,6 +441,75 @@ def part_experts(at: Setting) -> Iterator[Row]:
             seconds=at.time_replayed(call),
             num_bytes=num_read * 6 * size * hidden + 4 * x.numel(),
             num_flops=6 * num_pairs * size * hidden,
+        )
+
+    yield from attempts(experts, cases)
+
+
+def can_multiply_fp8(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def part_short_experts(at: Setting) -> Iterator[Row]:
+    """Routed experts whose matrices are FP8 or FP4 numbers: one token, decodes, a prompt. What
+    another order of summation changes may tip inputs over to the next number."""
+    num_experts, top_k = at.pick(128, 6), at.pick(8, 2)
+    hidden, size = at.pick(2048, 64), at.pick(768, 48)
+    shapes = ((2 * size, hidden), (hidden, size))
+    plain = [at.randn(num_experts, *shape) / shape[1] ** 0.5 for shape in shapes]
+    of_one = torch.full((1,), 100.0, device=at.device)
+    cases = [
+        (f"{held}, {name}", num_tokens, held)
+        for held in (["fp8"] if can_multiply_fp8(at.device) else []) + ["nvfp4"]
+        for name, num_tokens in (
+            ("one token", 1),
+            ("decodes", at.pick(64, 4)),
+            ("prompt", at.pick(4096, 32)),
+        )
+    ]
+
+    def numbers_of(matrices: torch.Tensor, held: str) -> ScaledWeight | BlockScaledWeight:
+        if held == "fp8":
+            return scaled_weight(matrices)
+        scales = of_one.expand(num_experts, 1, matrices.shape[1])
+        numbers = quantize_blocks(matrices, of_one)
+        return BlockScaledWeight(*numbers, scales.contiguous(), of_one.expand(num_experts, 1))
+
+    def experts(name: str, num_tokens: int, held: str) -> Row:
+        x = at.randn(num_tokens, hidden)
+        logits = at.randn(num_tokens, num_experts, dtype=torch.float32)
+        routed = kernels_for(logits).route(logits, top_k, True)
+        both = [numbers_of(matrices, held) for matrices in plain]
+        which = [torch.full((num_experts,), place) for place in range(2)]
+
+        def products(places: torch.Tensor) -> sparse_mlp.Products:
+            matrices = both[int(places[0])]
+
+            def product(rows: torch.Tensor, expert: int) -> torch.Tensor:
+                weight = type(matrices)(*(each[expert].cpu() for each in matrices))
+                rounded = quantize_inputs(rows, weight.input_scale)
+                return scaled_linear(*rounded, weight, None, rows.dtype)
+
+            return product
+
+        args = (x.float().cpu(), *(each.cpu() for each in routed))
+        wanted = sparse_mlp.expert_mlp(*args, *which, 0, products).to(at.device)
+
+        def call() -> torch.Tensor:
+            if at.device.type == "cpu":
+                return sparse_mlp.expert_mlp(x, *routed, *which, 0, products)
+            out: torch.Tensor = kernels_for(x).expert_mlp(x, *routed, *both, 0)
+            return out
+
+        num_bytes = sum(tensor.nbytes for weight in both for tensor in weight) // num_experts
+        return Row(
+            f"experts of {name}: {num_tokens} to {top_k} of {num_experts}",
+            error=error_of(call(), wanted),
+            limit=1e-1,
+            is_replayed=True,
+            seconds=at.time_replayed(call),
+            num_bytes=int(routed[0].unique().numel()) * num_bytes + 4 * x.numel(),
+            num_flops=6 * routed[0].numel() * size * hidden,
         )
 
     yield from attempts(experts, cases)

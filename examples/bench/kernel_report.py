@@ -40,7 +40,7 @@ from triton.runtime.jit import JITFunction
 
 from model.kernels.cpu.packed_linear import GPU_TILE_OUTPUTS
 from model.kernels.paged_attention import FP8
-from model.kernels.scaled_linear import IntegerWeight
+from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
 from model.kernels.triton import adapters as triton_adapters
 from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
@@ -51,7 +51,9 @@ from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
+from model.kernels.triton import rounding as triton_rounding
 from model.kernels.triton import routing as triton_routing
+from model.kernels.triton.experts import Matrices
 from model.quantization import Integers
 
 KERNEL_MODULES = (
@@ -65,12 +67,15 @@ KERNEL_MODULES = (
     triton_latent,
     triton_prefill,
     triton_rope,
+    triton_rounding,
     triton_routing,
 )
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
 REGISTERS, WARP_REGISTERS, MAX_WARPS = 65_536, 256, 64
 """Of a multiprocessor; what a warp's are rounded up to."""
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
+FIRST_FP8_ARCH = 89
+"""That multiplies FP8."""
 RESERVED_BYTES = 1 << 10
 """Shared memory of a multiprocessor, and what the driver takes of it for each program."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -117,7 +122,9 @@ class Usage:
 # --- what to compile ------------------------------------------------------------------------
 
 
-def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[], object]]]:
+def cases(
+    arch: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield named calls of every launch function in realistic shapes."""
     for head_dim in (64, 128):
         for group in (4, 8):
@@ -139,7 +146,9 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
     for num_tokens in (1, 4096):
         for held in (Integers(4, 128), Integers(8, 4096)):
             yield integer_case(num_tokens, 4096, 14336, held, dtype)
-        yield integer_expert_case(num_tokens, 2048, 768, dtype)
+        for matrices in (integer_matrices, fp4_matrices, fp8_matrices):
+            if arch >= FIRST_FP8_ARCH or matrices is not fp8_matrices:
+                yield short_expert_case(num_tokens, 2048, 768, matrices, dtype)
     # DeepSeek-V3's and -V2's routing.
     yield route_case("sigmoid", 256, 8, empty(256, dtype=torch.float32), 8, 4, 2.5)
     yield route_case("softmax", 160, 6, None, 8, 3, 16.0)
@@ -191,19 +200,36 @@ def integer_case(
     return name, lambda: triton_integers.integer_linear(x, weight, bias, outputs)
 
 
-def integer_expert_case(
-    num_tokens: int, hidden: int, size: int, dtype: torch.dtype
+def short_expert_case(
+    num_tokens: int,
+    hidden: int,
+    size: int,
+    matrices: Callable[[int, int], Matrices],
+    dtype: torch.dtype,
 ) -> tuple[str, Callable[[], object]]:
-    """Return a sparse layer's call whose matrices are integers of four bits."""
-
-    def matrices(outputs: int, inputs: int) -> IntegerWeight:
-        size = (128, outputs // GPU_TILE_OUTPUTS, inputs // 128, 17, GPU_TILE_OUTPUTS)
-        return IntegerWeight(empty(*size, dtype=torch.int32), Integers(4, 128))
-
+    """Return a sparse layer's call whose 128 matrices are short numbers."""
     x, weights = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, 8, dtype=torch.float32)
     args = (x, empty(num_tokens, 8, dtype=torch.int64), weights)
     both = (matrices(2 * size, hidden), matrices(hidden, size))
-    return f"T{num_tokens} E{hidden} b4", lambda: triton_experts.expert_mlp(*args, *both, 0)
+    name = f"T{num_tokens} {matrices.__name__.partition('_')[0]}"
+    return name, lambda: triton_experts.expert_mlp(*args, *both, 0)
+
+
+def integer_matrices(outputs: int, inputs: int) -> Matrices:
+    size = (128, outputs // GPU_TILE_OUTPUTS, inputs // 128, 17, GPU_TILE_OUTPUTS)
+    return IntegerWeight(empty(*size, dtype=torch.int32), Integers(4, 128))
+
+
+def fp8_matrices(outputs: int, inputs: int) -> Matrices:
+    scales = empty(128, 1, outputs, dtype=torch.float32)
+    return ScaledWeight(empty(128, outputs, inputs, dtype=FP8), scales)
+
+
+def fp4_matrices(outputs: int, inputs: int) -> Matrices:
+    blocks = empty(128, outputs, inputs // 16, dtype=FP8)
+    scales, of_inputs = (empty(128, n, dtype=torch.float32) for n in (outputs, 1))
+    numbers = empty(128, outputs, inputs // 2, dtype=torch.uint8)
+    return BlockScaledWeight(numbers, blocks, scales.unsqueeze(1), of_inputs)
 
 
 def route_case(
@@ -354,6 +380,7 @@ def _type_of(value: Any) -> str:
             "float16": "fp16",
             "float32": "fp32",
             "float64": "fp64",
+            "float8_e4m3fn": "fp8e4nv",
             "uint8": "u8",
         }
         name = str(value.dtype).removeprefix("torch.")
@@ -412,8 +439,8 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 def report(archs: list[int]) -> Iterator[Usage]:
     """Compile every case for every architecture."""
-    for case, call in cases():
-        for arch in archs:
+    for arch in archs:
+        for case, call in cases(arch):
             with recording(arch) as launches:
                 call()
             # A launch function may launch one binary several times.

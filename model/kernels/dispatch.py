@@ -18,7 +18,7 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from model.kernels import cpu, elementwise
-from model.kernels.cpu.packed_linear import integers_of
+from model.kernels.cpu.packed_linear import short_numbers
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
@@ -66,8 +66,15 @@ def integer_linear(
     x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     """Multiply x [T, I] with the weight of `handle`, on a GPU always one of integers."""
-    product: torch.Tensor = _triton().integer_linear(x, integers_of(handle), bias, out_features)
+    product: torch.Tensor = _triton().integer_linear(x, short_numbers(handle), bias, out_features)
     return product
 
 
+def quantize_fp8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round inputs of a product with FP8, as `compile.passes` defines it."""
+    rounded: tuple[torch.Tensor, torch.Tensor] = _triton().quantize_rows(x)
+    return rounded
+
+
+direct_register_custom_op("quantize_fp8_per_token", quantize_fp8_per_token, dispatch_key="CUDA")
 packed_linear = direct_register_custom_op("packed_linear", integer_linear, dispatch_key="CUDA")

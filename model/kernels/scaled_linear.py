@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 class ScaledWeight(NamedTuple):
     numbers: torch.Tensor
-    """e4m3 [O, I]"""
+    """e4m3 [O, I], or of all experts [Xr, O, I]"""
     scales: torch.Tensor
-    """float32 [1, O]"""
+    """float32 [1, O], [Xr, 1, O]"""
 
     @property
     def input_scale(self) -> None:
@@ -71,7 +71,8 @@ class IntegerWeight(NamedTuple):
 
 
 class BlockScaledWeight(NamedTuple):
-    """Stands for e2m1 times the scale of its block, over the global scale of its output."""
+    """Stands for e2m1 times the scale of its block, over the global scale of its output. Of all
+    experts each tensor is one dimension more."""
 
     numbers: torch.Tensor
     """Two e2m1 numbers a byte, the first one its low half: uint8 [O, I / 2]"""
@@ -100,9 +101,13 @@ class BlockScaledWeight(NamedTuple):
         scale = parts["input_global_scale"].to(self.device)
         self.input_scale.copy_(torch.minimum(self.input_scale, scale))
 
+    @classmethod
+    def stacked(cls, experts: Iterable[BlockScaledWeight]) -> BlockScaledWeight:
+        return cls(*(torch.stack(tensors) for tensors in zip(*experts, strict=True)))
+
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.numbers.shape[0], 2 * self.numbers.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        return *self.numbers.shape[:-1], 2 * self.numbers.shape[-1]
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +119,8 @@ class BlockScaledWeight(NamedTuple):
 
     def laid_out(self) -> BlockScaledWeight:
         """Return it with its scales as the product that will be computed has them."""
+        if len(self.shape) > 2:
+            return self
         outputs, inputs = self.shape
         is_even = inputs % FP4_MULTIPLES[0] == 0 and outputs % FP4_MULTIPLES[1] == 0
         if multiplies_blocks(self.device) and is_even:
@@ -122,19 +129,21 @@ class BlockScaledWeight(NamedTuple):
 
 
 def scaled_weight(weight: torch.Tensor) -> ScaledWeight:
-    """Round a weight [O, I], each output by its largest number."""
+    """Round a weight [O, I], or [Xr, O, I], each output by its largest number."""
     if weight.device.type == "cpu":
         # A mapping of its own: in the heap, what is freed behind it would leave gaps.
         memory = mmap.mmap(-1, max(weight.numel(), 1))
         numbers = torch.frombuffer(memory, dtype=FP8)[: weight.numel()].view(weight.shape)
     else:
         numbers = torch.empty_like(weight, dtype=FP8, memory_format=torch.contiguous_format)
-    scales = weight.new_empty(1, len(weight), dtype=torch.float32)
-    for start in range(0, len(weight), OUTPUTS_AT_ONCE):
+    *experts, outputs, inputs = weight.shape
+    scales = weight.new_empty((*experts, 1, outputs), dtype=torch.float32)
+    rows, in_rows = weight.view(-1, inputs), numbers.view(-1, inputs)
+    for start in range(0, len(rows), OUTPUTS_AT_ONCE):
         some = slice(start, start + OUTPUTS_AT_ONCE)
-        rounded, of_rows = quantize_rows(weight[some])
-        numbers[some].copy_(rounded)
-        scales[0, some] = of_rows.squeeze(1)
+        rounded, of_rows = quantize_rows(rows[some])
+        in_rows[some].copy_(rounded)
+        scales.view(-1)[some] = of_rows.squeeze(1)
     return ScaledWeight(numbers, scales)
 
 

@@ -27,12 +27,18 @@ from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.config import Experts
 from model.families import ExpertNames
-from model.kernels.cpu.packed_linear import PackedWeight, can_pack, integers_of, is_on_gpu
+from model.kernels.cpu.packed_linear import (
+    PackedWeight,
+    can_pack,
+    is_on_gpu,
+    short_numbers,
+)
 from model.kernels.dispatch import kernels_for
+from model.kernels.scaled_linear import BlockScaledWeight
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
-from model.quantization import Integers, form_for
+from model.quantization import form_for
 
 CHUNK_TOKENS = 4096
 """Of each data-parallel rank at once: what all ranks' tokens take here is bounded."""
@@ -103,9 +109,11 @@ class ExpertWeights(WeightedLayer):
         return self.weight if self.handles is None else self.handles
 
     def loaded(self, name: str) -> None:
-        matrices = self.take_kept() or self.weight
-        if isinstance(self.form, Integers) and is_on_gpu(self.weight):
-            self._packed = [PackedWeight(self.weight, self.form)]
+        kept = self.take_kept()
+        matrices = kept or self.weight
+        if self.form and is_on_gpu(self.weight):
+            stacked = BlockScaledWeight.stacked(kept) if kept else self.weight
+            self._packed = [PackedWeight(stacked, self.form)]
             self.handles = self._packed[0].handle
             self.weight = self.declare(*self.weight.shape)
         elif self.form or can_pack(self.dtype, self.device):
@@ -217,7 +225,7 @@ def _routed_experts(
     first = (data.rank * tensor.size + tensor.rank) * gate_up.shape[0]
     matrices: Sequence[object] = (gate_up, down)
     if gate_up.ndim == 1 and is_on_gpu(gate_up):
-        matrices = integers_of(gate_up), integers_of(down)
+        matrices = short_numbers(gate_up), short_numbers(down)
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         groups = (correction_bias, num_groups, num_groups_per_tok, scaling)

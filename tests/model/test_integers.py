@@ -229,17 +229,12 @@ def test_a_gpu_refuses_what_it_does_not_multiply(inputs: int, outputs: int) -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "line"),
-    [
-        ("Llama", "auto on a GPU before sm_89, which does not multiply FP8, found fp8 on sm_80"),
-        ("Mixtral", "auto, int8 or int4 for a model with experts on a GPU"),
-    ],
-)
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_a_gpu_without_fp8_products_is_refused_before_anything_is_read(
-    family: str, line: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = make_checkpoint(family=family, **FAMILIES[family])
+    line = "auto on a GPU before sm_89, which does not multiply FP8, found fp8 on sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(FieldError, match=f"^quantization: wanted {line}"):
         load_model(path, dtype=torch.bfloat16, device="cuda", quantization="fp8")

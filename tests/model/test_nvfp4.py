@@ -35,6 +35,7 @@ from model.kernels import scaled_linear as scaled_module
 from model.kernels.cpu import packed_linear as module
 from model.kernels.cpu.packed_linear import PackedWeight, scaled_linear
 from model.kernels.scaled_linear import BlockScaledWeight, in_tiles
+from model.layers import moe
 from model.layers.linear import Linear
 from model.parallel import Shard
 from model.weights import blank_model, load_model
@@ -291,6 +292,31 @@ def held(layer: Linear) -> BlockScaledWeight:
     return scaled
 
 
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_on_a_gpu_all_experts_of_a_layer_are_one_entry(
+    form: str, quantized: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = quantized("DeepseekV3")[0]
+    given: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "quantization": form}
+    apart, _ = load_model(path, **given)
+    monkeypatch.setattr(moe, "is_on_gpu", lambda _: True)
+    together, _ = load_model(path, **given)
+    pairs = [
+        (one.handles, all_.handles)
+        for one, all_ in zip(apart.modules(), together.modules(), strict=True)
+        if isinstance(one, moe.ExpertWeights) and isinstance(all_, moe.ExpertWeights)
+    ]
+    assert len(pairs) >= 2
+    for handles, handle in pairs:
+        assert handles is not None and handle is not None and handle.unique().numel() == 1
+        stacked = module.short_numbers(handle)
+        for expert, one in enumerate(handles):
+            entry = module._table[int(one)].scaled
+            assert entry is not None
+            for wanted, found in zip(entry, stacked, strict=True):
+                assert torch.equal(found[expert].view(torch.uint8), wanted.view(torch.uint8))
+
+
 @pytest.mark.feature("O04", "S08")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_a_model_with_rounded_weights_and_inputs(
@@ -421,17 +447,12 @@ def test_without_scales_for_inputs_it_is_refused(
         )
 
 
-def test_parts_of_blocks_are_refused_and_experts_on_a_gpu(
-    make_checkpoint: Any, quantized: Callable[[str], tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_parts_of_blocks_are_refused(make_checkpoint: Any, tmp_path: Path) -> None:
     source, _ = make_checkpoint(head_dim=16, intermediate_size=80)
     path, _ = write(source, KINDS["nvfp4"], tmp_path)
     wanted = "wanted auto where inputs of layers are no multiple of 16 on a rank, found nvfp4 and"
     with pytest.raises(FieldError, match=f"^quantization: {wanted} 40 inputs"):
         load(path, Shard(0, 2))
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "quantization": "nvfp4"}
-    with pytest.raises(FieldError, match=r"^quantization: wanted auto, int8 or int4 for a model"):
-        load_model(quantized("Mixtral")[0], **given)
 
 
 @pytest.mark.parametrize("part", ["weight_global_scale", "input_global_scale", "weight_scale"])

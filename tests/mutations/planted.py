@@ -472,6 +472,15 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "Experts on a GPU round their tokens' FP4 blocks by another expert's scale (S08).",
+        "model/kernels/triton/rounding.py",
+        {"tl.load(experts + pair) - first_expert)": "tl.load(experts + pair) * 0)"},
+        (
+            "tests/model/kernels/test_triton.py::"
+            "test_kernels_equal_their_torch_references[nvfp4_experts]",
+        ),
+    ),
+    Mutation(
         "The board of artifacts is placed among a replica's ranks, where it cannot be (P12).",
         "cluster/actors/artifact_board.py",
         {', scheduling_strategy="DEFAULT"': ""},

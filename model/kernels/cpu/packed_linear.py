@@ -15,9 +15,11 @@ built, never by a measurement, so a restart on the same machine rounds as the la
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
 4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies.
    Without the kernels a weight becomes float32 for each product. On a GPU a Triton kernel reads the
-   same tiles (`triton/integers.py`), of all experts of a layer from one start.
+   same tiles (`triton/integers.py`).
 5. FP8 and FP4 numbers with scales lie in the table as torch multiplies them (`scaled_linear.py`).
    Layers round their inputs first, by an op of its own, so that passes can see it.
+
+On a GPU short numbers of all experts of a layer are one entry, because one kernel multiplies them.
 
 What the kernel makes of a row does not depend on the rows beside it, to the bit.
 
@@ -103,8 +105,8 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor | BlockScaledWeight, form: Form | None = None) -> None:
         """Pack a weight [O, I], in a form if one is given; the plain one is not kept. One that
-        consists of FP4 numbers is taken as it is. Integers of all experts [Xr, O, I] become one
-        entry, with a handle [Xr]."""
+        consists of FP4 numbers is taken as it is. Short numbers of all experts [Xr, O, I] become
+        one entry, with a handle [Xr]."""
         index = next(_indices)
         self.handle = torch.full(weight.shape[:-2], index, device=weight.device)
         packed, tiles, rows = None, None, sys.maxsize
@@ -137,7 +139,7 @@ class PackedWeight:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a Triton kernel reads a weight of integers."""
+    """Return whether Triton kernels read short numbers."""
     return tensor.is_cuda
 
 
@@ -364,9 +366,13 @@ def _scaled_linear(
     return scaled_product(numbers, scales, scaled, bias, dtype)
 
 
-def integers_of(handle: torch.Tensor) -> IntegerWeight:
-    """Return the integers of a handle, or of all experts' [Xr]."""
+def short_numbers(
+    handle: torch.Tensor,
+) -> IntegerWeight | ScaledWeight | BlockScaledWeight:
+    """Return the short numbers of a handle, or of all experts' [Xr]."""
     entry = _entry(handle)
+    if entry.scaled is not None:
+        return entry.scaled
     assert entry.tiles is not None and entry.integers is not None
     return IntegerWeight(entry.tiles, entry.integers)
 

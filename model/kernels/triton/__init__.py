@@ -16,4 +16,5 @@ from model.kernels.triton.latent import latent_prefill as latent_prefill
 from model.kernels.triton.latent import write_latents as write_latents
 from model.kernels.triton.prefill import paged_prefill as paged_prefill
 from model.kernels.triton.rope import rope_and_write_kv as rope_and_write_kv
+from model.kernels.triton.rounding import quantize_rows as quantize_rows
 from model.kernels.triton.routing import route as route

@@ -10,8 +10,10 @@
 Grids follow from shapes alone: each expert's pairs are cut into tiles, and a program finds its
 expert by bisecting their numbering on the device. An expert without tokens has no tile.
 
-Matrices are numbers of the tokens' dtype, or integers with scales in tiles of their own
-(`integers.py`).
+Matrices are numbers of the tokens' dtype, integers with scales in tiles of their own
+(`integers.py`), or FP8 or FP4 numbers with scales. For FP8 each row of either product's inputs is
+rounded with a scale of its own. For FP4 it is rounded in blocks and becomes wide again, as the
+matrix does in registers: what a number and its block's scale stand for is exact in 16 bits.
 
 Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs, I
 intermediate size.
@@ -20,14 +22,18 @@ intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from compile.formats import FP4_BLOCK
 from compile.pieces.shapes import next_pow2
-from model.kernels.scaled_linear import IntegerWeight
+from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
+from model.kernels.triton.fp4 import fp4_product
 from model.kernels.triton.integers import integer_product, layout_of
+from model.kernels.triton.rounding import quantize_rows, rounded_blocks
 from model.kernels.triton.routing import sort_pairs
 from model.kernels.triton.tiles import MIN_DOT
 
@@ -51,20 +57,24 @@ class ProductTiles:
 
 
 def product_tiles(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, *, has_integers: bool = False
+    num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_widened: bool = False
 ) -> ProductTiles:
-    """Return tiles as high as an expert has pairs on average, within what spills no register."""
+    """Return tiles as high as an expert has pairs on average, within what spills no register.
+    dtype: of what is multiplied; is_widened: matrices are not that in memory"""
     is_half = dtype.itemsize <= 2
     mean = next_pow2(-(-num_pairs // num_experts))
     rows = min(max(mean, MIN_DOT), 64 if is_half else 32)
     is_high = rows > 32
+    # A few rows are bound by memory: more of a matrix is on its way at a time.
+    inputs = 128 if is_half else 32
+    if is_high:
+        inputs = 32 if is_widened else 128 // dtype.itemsize
     return ProductTiles(
         rows=rows,
         columns=128 if is_high else 64,
-        # A few rows are bound by memory: more of a matrix is on its way at a time.
-        inputs=(64 if is_high else 128) if is_half else 32,
-        # A group's sum of products is beside the sum of all.
-        num_warps=8 if is_high and has_integers else 4,
+        inputs=inputs,
+        # A group's sum of products, or more of a matrix, is beside the sum of all.
+        num_warps=8 if is_high and is_widened else 4,
         num_stages=3,
     )
 
@@ -122,6 +132,8 @@ def _products(
     inputs = tl.arange(0, BLOCK_K)
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # An H100 sums products of FP8 in 14 bits until told to stop.
+    FEW: tl.constexpr = BLOCK_K if x_at.dtype.element_ty.is_fp8() else None
     for at in range(0, INPUTS, BLOCK_K):
         is_x, is_weight = is_row[:, None], is_column[None, :]
         if INPUTS % BLOCK_K != 0:
@@ -129,17 +141,77 @@ def _products(
             is_x, is_weight = is_x & is_input[None, :], is_weight & is_input[:, None]
         x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
         weight_tile = tl.load(weight_at + at, mask=is_weight, other=0.0)
-        product = tl.dot(x_tile, weight_tile, product, input_precision="ieee")
+        product = tl.dot(
+            x_tile, weight_tile, product, input_precision="ieee", max_num_imprecise_acc=FEW
+        )
         if HAS_OTHER:
             other_tile = tl.load(other_at + at, mask=is_weight, other=0.0)
-            other = tl.dot(x_tile, other_tile, other, input_precision="ieee")
+            other = tl.dot(
+                x_tile, other_tile, other, input_precision="ieee", max_num_imprecise_acc=FEW
+            )
     return product, other
+
+
+@triton.jit
+def _short_product(
+    x_at: tl.tensor,
+    weight: tl.tensor,
+    blocks: tl.tensor,
+    is_row: tl.tensor,
+    columns: tl.tensor,
+    is_column: tl.tensor,
+    INPUTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Return the product of rows with some outputs of an expert's integers or FP4 numbers."""
+    if blocks is None:
+        product = integer_product(
+            x_at, weight, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N
+        )
+    else:
+        product = fp4_product(
+            x_at,
+            weight,
+            blocks,
+            is_row,
+            columns,
+            is_column,
+            INPUTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    return product
+
+
+@triton.jit
+def _scaled(
+    product: tl.tensor,
+    of_rows: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    of_columns: tl.tensor,
+    columns: tl.tensor,
+    is_column: tl.tensor,
+) -> tl.tensor:
+    """Return a product times the scales that there are of its rows and columns."""
+    if of_rows is not None:
+        product *= tl.load(of_rows + rows, mask=is_row, other=0.0)[:, None]
+    if of_columns is not None:
+        product *= tl.load(of_columns + columns, mask=is_column, other=0.0)[None, :]
+    return product
 
 
 @triton.jit(do_not_specialize=["num_experts"])
 def _up_kernel(
     x: tl.tensor,
+    row_scales: tl.tensor,
     weight: tl.tensor,
+    blocks: tl.tensor,
+    column_scales: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
     bounds: tl.tensor,
@@ -165,8 +237,13 @@ def _up_kernel(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS
     inputs = tl.arange(0, BLOCK_K)
-    x_at = x + (pairs // TOP_K) * stride_x
+    tokens = rows if TOP_K is None else pairs // TOP_K
+    x_at = x + tokens * stride_x
     own = weight + expert * stride_expert
+    if blocks is not None:
+        blocks += expert * (2 * OUTPUTS * INPUTS // LAYOUT[0])
+    if column_scales is not None:
+        column_scales += expert * (2 * OUTPUTS)
     if LAYOUT is None:
         gate_at = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
         up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
@@ -175,10 +252,34 @@ def _up_kernel(
             x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
         )
     else:
-        gate = integer_product(x_at, own, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N)
-        up = integer_product(
-            x_at, own, is_row, columns + OUTPUTS, is_column, LAYOUT, BLOCK_M, BLOCK_N
+        gate = _short_product(
+            x_at,
+            own,
+            blocks,
+            is_row,
+            columns,
+            is_column,
+            INPUTS,
+            LAYOUT,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
         )
+        up = _short_product(
+            x_at,
+            own,
+            blocks,
+            is_row,
+            columns + OUTPUTS,
+            is_column,
+            INPUTS,
+            LAYOUT,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    gate = _scaled(gate, row_scales, tokens, is_row, column_scales, columns, is_column)
+    up = _scaled(up, row_scales, tokens, is_row, column_scales, columns + OUTPUTS, is_column)
 
     # torch rounds both products, and the activation, to the model's dtype.
     dtype = out.dtype.element_ty
@@ -191,7 +292,10 @@ def _up_kernel(
 @triton.jit(do_not_specialize=["num_experts"])
 def _down_kernel(
     x: tl.tensor,
+    row_scales: tl.tensor,
     weight: tl.tensor,
+    blocks: tl.tensor,
+    column_scales: tl.tensor,
     out: tl.tensor,
     scales: tl.tensor,
     order: tl.tensor,
@@ -203,6 +307,7 @@ def _down_kernel(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     LAYOUT: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -218,6 +323,10 @@ def _down_kernel(
     inputs = tl.arange(0, BLOCK_K)
     x_at = x + rows * INPUTS
     own = weight + expert * stride_expert
+    if blocks is not None:
+        blocks += expert * (OUTPUTS * INPUTS // LAYOUT[0])
+    if column_scales is not None:
+        column_scales += expert * OUTPUTS
     if LAYOUT is None:
         own = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
         x_at = x_at[:, None] + inputs[None, :]
@@ -225,10 +334,23 @@ def _down_kernel(
             x_at, own, own, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, False
         )
     else:
-        acc = integer_product(x_at, own, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N)
+        acc = _short_product(
+            x_at,
+            own,
+            blocks,
+            is_row,
+            columns,
+            is_column,
+            INPUTS,
+            LAYOUT,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    acc = _scaled(acc, row_scales, rows, is_row, column_scales, columns, is_column)
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
-    acc = acc.to(x.dtype.element_ty).to(tl.float32)
+    acc = acc.to(DTYPE).to(tl.float32)
     acc = acc * tl.load(scales + pairs, mask=is_row, other=0.0)[:, None]
     out_at = out + pairs[:, None] * OUTPUTS + columns[None, :]
     tl.store(out_at, acc, mask=is_row[:, None] & is_column[None, :])
@@ -257,48 +379,94 @@ def _sum_kernel(
     tl.store(out + token * OUTPUTS + columns, rounded, mask=columns < OUTPUTS)
 
 
-def _matrices(
-    weight: torch.Tensor | IntegerWeight,
-) -> tuple[tuple[torch.Tensor, int, int], tuple[int, ...] | None]:
-    """Return what kernels read of all experts' matrices, with strides; and integers' layout."""
-    if isinstance(weight, IntegerWeight):
-        return (weight.tiles, weight.tiles.stride(0), 0), layout_of(weight)
-    return (weight, weight.stride(0), weight.stride(1)), None
+Matrices = torch.Tensor | IntegerWeight | ScaledWeight | BlockScaledWeight
+"""Of all experts: [Xr, O, I]."""
+
+
+class _Operand(NamedTuple):
+    """What kernels read of all experts' matrices, and its strides."""
+
+    numbers: torch.Tensor
+    blocks: torch.Tensor | None
+    """FP4's scales, as bytes."""
+    column_scales: torch.Tensor | None
+    """float32 [Xr, 1, O]"""
+    num_inputs: int
+    stride_expert: int
+    stride_weight: int
+    layout: tuple[int, ...] | None
+    """A kernel's constant for integers or FP4 numbers; None: those that are multiplied as they
+    are."""
+
+
+def _operand(matrices: Matrices) -> _Operand:
+    if isinstance(matrices, IntegerWeight):
+        tiles, layout = matrices.tiles, layout_of(matrices)
+        return _Operand(tiles, None, None, layout[1] * layout[2], tiles.stride(0), 0, layout)
+    if isinstance(matrices, BlockScaledWeight):
+        numbers, blocks = matrices.numbers, matrices.blocks.view(torch.uint8)
+        scales = 1 / (matrices.global_scales * matrices.input_scale.unsqueeze(-1))
+        strides = (numbers.stride(0), 0)
+        return _Operand(numbers, blocks, scales, matrices.shape[-1], *strides, (FP4_BLOCK,))
+    of_outputs: torch.Tensor | None = None
+    if isinstance(matrices, ScaledWeight):
+        matrices, of_outputs = matrices
+    strides = matrices.stride(0), matrices.stride(1)
+    return _Operand(matrices, None, of_outputs, matrices.shape[-1], *strides, None)
 
 
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor | IntegerWeight,
-    down: torch.Tensor | IntegerWeight,
+    gate_up: Matrices,
+    down: Matrices,
     first_expert: int,
 ) -> torch.Tensor:
-    """Do what `sparse_mlp.expert_mlp` does. Last dimensions are contiguous, and so are experts and
-    weights. gate_up, down: matrices, or integers of all experts"""
+    """Do what `sparse_mlp.expert_mlp` does. Last dimensions are contiguous, and so are experts,
+    weights and short numbers."""
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
     num_pairs = num_tokens * top_k
     if not num_pairs:
         return x.new_empty(x.shape)
-    (up, up_layout), (back, back_layout) = _matrices(gate_up), _matrices(down)
-    num_experts = len(up[0])
-    size = back[0].shape[2] if back_layout is None else back_layout[1] * back_layout[2]
-    tiles = product_tiles(num_pairs, num_experts, x.dtype, has_integers=up_layout is not None)
-    where = (*sort_pairs(experts, num_experts, first_expert, tiles.rows), num_experts)
+    up, back = _operand(gate_up), _operand(down)
+    num_experts, size = len(up.numbers), back.num_inputs
+    dtype = up.numbers.dtype if up.layout is None else x.dtype
+    tiles = product_tiles(num_pairs, num_experts, dtype, is_widened=up.layout is not None)
+    order, bounds, first_tile = sort_pairs(experts, num_experts, first_expert, tiles.rows)
+    where = (order, bounds, first_tile, num_experts)
+
+    def rounded(
+        rows: torch.Tensor, matrices: Matrices, *, is_sorted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return rows as matrices are multiplied with them, those of FP4 sorted by expert, and
+        their scales."""
+        if isinstance(matrices, ScaledWeight):
+            return quantize_rows(rows)
+        if isinstance(matrices, BlockScaledWeight):
+            of_pairs = (order, bounds, experts, matrices.input_scale, first_expert)
+            return rounded_blocks(rows, *of_pairs, is_sorted=is_sorted), None
+        return rows, None
+
     # Each tile has a pair, and each expert may leave one tile unfilled.
     num_tiles = min(num_pairs, num_pairs // tiles.rows + num_experts)
     gated = x.new_empty(num_pairs, size)
+    inputs, row_scales = rounded(x, gate_up, is_sorted=False)
     _up_kernel[num_tiles, triton.cdiv(size, tiles.gated_columns)](
-        x,
-        up[0],
+        inputs,
+        row_scales,
+        up.numbers,
+        up.blocks,
+        up.column_scales,
         gated,
         *where,
-        x.stride(0),
-        *up[1:],
+        inputs.stride(0),
+        up.stride_expert,
+        up.stride_weight,
         INPUTS=hidden_size,
         OUTPUTS=size,
-        TOP_K=top_k,
-        LAYOUT=up_layout,
+        TOP_K=None if isinstance(gate_up, BlockScaledWeight) else top_k,
+        LAYOUT=up.layout,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.gated_columns,
         BLOCK_K=tiles.inputs,
@@ -306,16 +474,22 @@ def expert_mlp(
         num_stages=tiles.num_stages,
     )
     found = x.new_empty(num_pairs, hidden_size, dtype=torch.float32)
+    inputs, row_scales = rounded(gated, down, is_sorted=True)
     _down_kernel[num_tiles, triton.cdiv(hidden_size, tiles.columns)](
-        gated,
-        back[0],
+        inputs,
+        row_scales,
+        back.numbers,
+        back.blocks,
+        back.column_scales,
         found,
         weights,
         *where,
-        *back[1:],
+        back.stride_expert,
+        back.stride_weight,
         INPUTS=size,
         OUTPUTS=hidden_size,
-        LAYOUT=back_layout,
+        LAYOUT=back.layout,
+        DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.inputs,

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, forward_context
 from compile.custom_op import function_of
+from compile.passes import quantizers
 from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
 from model import parallel
 from model.config import ModelConfig
@@ -42,6 +43,7 @@ from model.kernels import (
     filters,
     latent_attention,
     paged_attention,
+    scaled_linear,
     sparse_mlp,
     triton,
 )
@@ -57,13 +59,14 @@ from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
+from model.kernels.triton import rounding as triton_rounding
 from model.kernels.triton import routing as triton_routing
 from model.kv_cache import KVCacheSpec
 from model.layers import attention, linear, lora, moe
 from model.layers import latent_attention as latent_layer
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
-from model.quantization import Integers, WeightFormat
+from model.quantization import Float8, Integers, WeightFormat
 from model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -554,7 +557,7 @@ def check_integers(rng: random.Random) -> None:
     made = packed_integers(weight, rng.choice([4, 8]))
     entry = packed_linear._entry(made.handle)
     with NoWaiting(), Scratch():
-        packed = packed_linear.integers_of(made.handle)
+        packed = packed_linear.short_numbers(made.handle)
         found = triton_integers.integer_linear(x, packed, bias, outputs)
     wide = F.linear(
         x.float(), packed_linear._widened(entry), None if bias is None else bias.float()
@@ -576,7 +579,7 @@ def check_integer_experts(rng: random.Random) -> None:
     matrices.append(torch.randn(num_own, hidden, size) / size**0.5)
     packed = [packed_integers(each.to(dtype), bits) for each in matrices]
     with NoWaiting(), Scratch():
-        integers = (packed_linear.integers_of(each.handle) for each in packed)
+        integers = (packed_linear.short_numbers(each.handle) for each in packed)
         found = triton_experts.expert_mlp(x, *routed, *integers, first)
     plain = []
     for each in packed:
@@ -586,6 +589,88 @@ def check_integer_experts(rng: random.Random) -> None:
     wanted = sparse_mlp.expert_mlp(x.float(), *routed, *plain, first)
     tolerance = 4e-5 if dtype == torch.float32 else 1e-2  # what is gated is rounded on the way
     torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def check_rounding(rng: random.Random) -> None:
+    """FP8 numbers of rows, to the bit; those that are not finite make their row NaN, alone."""
+    size, num_rows = rng.choice([1, 40, 2048, 5000]), rng.choice([0, 1, 5])
+    x = torch.full((num_rows, size + 3), torch.nan)[:, :size]
+    x.copy_(torch.randn(num_rows, size) * 10 ** rng.uniform(-40, 30))
+    for place, value in enumerate((0.0, 448.0, torch.nan, torch.inf)):
+        x[place:-1, rng.randrange(size)] = value
+    x = x.to(rng.choice(list(TOLERANCE)))
+    with NoWaiting():
+        numbers, scales = triton_rounding.quantize_rows(x)
+    wanted, wanted_scales = quantizers.quantize_rows(x)
+    is_number = wanted_scales.isfinite().squeeze(-1)
+    compare(scales[is_number], wanted_scales[is_number], exactly=True)
+    compare(numbers.float()[is_number], wanted.float()[is_number], exactly=True)
+    assert (numbers.float() * scales).isnan().all(-1).equal(~is_number)
+
+
+def check_rounding_in_blocks(rng: random.Random) -> None:
+    """FP4 numbers of pairs, to the bit, by their experts' scales; what is not finite makes its
+    block NaN, alone."""
+    num_tokens, top_k, size = rng.choice([1, 9]), rng.randint(1, 3), 16 * rng.choice([1, 5, 200])
+    x = torch.randn(num_tokens, size) * 10 ** rng.uniform(-9, 4)
+    for value in (0.0, torch.nan, torch.inf):
+        x[rng.randrange(num_tokens), rng.randrange(size)] = value
+    x[0, 16 * rng.randrange(size // 16) :][:16] = 0.0
+    x = x.to(rng.choice([torch.float32, torch.bfloat16]))
+    experts, scales = torch.randint(0, 5, (num_tokens, top_k)), 10 ** (4 * torch.rand(3))
+    order, bounds, _ = triton_routing.sort_pairs(experts, 3, 1, 16)
+    pairs = order[: int(bounds[-1])]
+    with NoWaiting():
+        found = triton_rounding.rounded_blocks(
+            x, order, bounds, experts, scales, 1, is_sorted=False
+        )
+    of_rows = zip(x[pairs // top_k], scales[experts.flatten()[pairs] - 1], strict=True)
+    wanted = [scaled_linear._wide(*quantizers.quantize_blocks(*each)) for each in of_rows]
+    for found_row, row in zip(found, wanted, strict=False):
+        compare(found_row, row.to(x.dtype), exactly=True)
+
+
+def short_experts(
+    matrices: torch.Tensor, held: WeightFormat
+) -> tuple[torch.Tensor, list[packed_linear.PackedWeight], Any]:
+    """Return handles of packed FP8 or FP4 experts, which they are as long as their owners, and all
+    of them as a GPU holds them. Each expert of FP4 has global scales of its own."""
+    if held == "fp8":
+        owners = [packed_linear.PackedWeight(matrix, Float8()) for matrix in matrices]
+        stacked: Any = scaled_linear.scaled_weight(matrices)
+    else:
+        each = []
+        for matrix in matrices:
+            scale, of_inputs = (10 ** (torch.rand(1) + 2) for _ in range(2))
+            numbers = quantizers.quantize_blocks(matrix, scale)
+            of_outputs = scale.expand(1, len(matrix))
+            each.append(scaled_linear.BlockScaledWeight(*numbers, of_outputs, of_inputs))
+        owners = [packed_linear.PackedWeight(weight) for weight in each]
+        stacked = scaled_linear.BlockScaledWeight.stacked(each)
+    return torch.stack([owner.handle for owner in owners]), owners, stacked
+
+
+def check_short_experts(rng: random.Random, held: WeightFormat) -> None:
+    """Experts of FP8 or FP4 numbers, as a CPU multiplies each of them."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_experts, num_tokens = rng.randint(1, 6), rng.choice([1, 7, 40])
+    hidden, size = rng.choice([16, 48, 144]), rng.choice([16, 32, 80])
+    num_own = rng.randint(1, num_experts)
+    first = rng.randint(0, num_experts - num_own)
+    x = torch.randn(num_tokens, hidden, dtype=dtype)
+    logits = torch.randn(num_tokens, num_experts)
+    routed = sparse_mlp.route(logits, rng.randint(1, num_experts), rng.random() < 0.5)
+    up = torch.randn(num_own, 2 * size, hidden, dtype=dtype) / hidden**0.5
+    down = torch.randn(num_own, hidden, size, dtype=dtype) / size**0.5
+    handles, owners, stacked = zip(*(short_experts(each, held) for each in (up, down)), strict=True)
+    with NoWaiting(), Scratch():
+        found = triton_experts.expert_mlp(x, *routed, *stacked, first)
+    wanted = cpu.expert_mlp(x, *routed, *handles, first)
+    assert len(owners[0]) == num_own
+    # What another order of summation changes in the last bit may tip a number over to the next.
+    bound = 1e-3 if dtype == torch.float32 else 2e-2
+    assert (found - wanted).norm() <= bound * wanted.norm()
+    assert found.isfinite().all()
 
 
 def check_route(rng: random.Random) -> None:
@@ -713,16 +798,26 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False)
 
 
 def check_model(rng: random.Random) -> None:
-    for path in os.environ["CHECKPOINTS"].split(os.pathsep):
+    for path in os.environ["CHECKPOINTS"].split(os.pathsep)[:2]:
         check_checkpoint(rng, path, "auto")
 
 
 def check_integer_model(rng: random.Random) -> None:
     """One with dense layers and with experts."""
-    check_checkpoint(rng, os.environ["CHECKPOINTS"].split(os.pathsep)[-1], "int4")
+    check_checkpoint(rng, os.environ["CHECKPOINTS"].split(os.pathsep)[1], "int4")
 
 
-def check_checkpoint(rng: random.Random, path: str, held: WeightFormat) -> None:
+def check_short_model(rng: random.Random) -> None:
+    """Experts of FP8 and FP4: an input that another order of summation tips over to the next number
+    changes the logits behind it."""
+    for held in ("fp8", "nvfp4"):
+        path = os.environ["CHECKPOINTS"].split(os.pathsep)[2]
+        check_checkpoint(rng, path, held, tolerance=0.05)
+
+
+def check_checkpoint(
+    rng: random.Random, path: str, held: WeightFormat, *, tolerance: float = 1e-3
+) -> None:
     """A whole model computes the same through Triton as through torch, without waiting."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import Paged
@@ -761,7 +856,7 @@ def check_checkpoint(rng: random.Random, path: str, held: WeightFormat) -> None:
             results.append([each for step in logits for each in step.values()])
         assert not runner.pool[0].any(), "the scratch block is not zero"
     for wanted, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=1e-4)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -792,6 +887,10 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "filters": check_filters,
     "integers": check_integers,
     "integer_experts": check_integer_experts,
+    "rounding": check_rounding,
+    "rounding_in_blocks": check_rounding_in_blocks,
+    "fp8_experts": partial(check_short_experts, held="fp8"),
+    "nvfp4_experts": partial(check_short_experts, held="nvfp4"),
     "route": check_route,
     "route_in_groups": check_route_in_groups,
     "route_of_no_numbers": check_route_of_no_numbers,
@@ -799,6 +898,7 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "adapters": check_adapters,
     "model": check_model,
     "integer_model": check_integer_model,
+    "short_model": check_short_model,
 }
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quantizer import KINDS, write
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
 ROOT = SCRIPT.parents[3]
@@ -38,6 +40,10 @@ NUM_SHAPES = {
     "experts": 4,
     "integers": 6,
     "integer_experts": 2,
+    "rounding": 6,
+    "rounding_in_blocks": 6,
+    "fp8_experts": 4,
+    "nvfp4_experts": 4,
     "filters": 4,
     "route": 6,
     "route_in_groups": 8,
@@ -46,13 +52,16 @@ NUM_SHAPES = {
     "adapters": 5,
     "model": 1,
     "integer_model": 1,
+    "short_model": 1,
 }
 """By group of checks: how many random shapes, times the factor of `--fuzz`."""
 
 
 @pytest.fixture(scope="module")
 def interpreted(
-    make_checkpoint: Any, pytestconfig: pytest.Config
+    make_checkpoint: Any,
+    pytestconfig: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> subprocess.CompletedProcess[str]:
     """What one process printed that checked all groups."""
     shape = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
@@ -61,7 +70,10 @@ def interpreted(
     experts = {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
     others = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 18}
     latent_path, _ = make_checkpoint(family="DeepseekV3", **latents, **experts, **others)
-    paths = os.pathsep.join((str(path), str(latent_path)))
+    sparse = {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16}
+    plain_path, _ = make_checkpoint(family="Qwen3Moe", num_experts_per_tok=4, **sparse)
+    fp4_path, _ = write(plain_path, KINDS["nvfp4"], tmp_path_factory.mktemp("fp4"))
+    paths = os.pathsep.join(map(str, (path, latent_path, fp4_path)))
     env = {"PYTHONPATH": str(ROOT), "CHECKPOINTS": paths}
     env |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     factor = pytestconfig.getoption("--fuzz")
@@ -70,13 +82,19 @@ def interpreted(
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
 
 
+FEATURES = {
+    "O02": "all_reduce",
+    "S04": "route_in_groups",
+    "S08": "integer|fp8|nvfp4|rounding|short",
+    "S09": "e4m3",
+    "S10": "adapters",
+}
+"""Expressions that find the groups of checks which show a row."""
+
+
 def marked(group: str) -> Any:
-    marks = [pytest.mark.feature("S09")] if "e4m3" in group else []
-    marks += [pytest.mark.feature("O02")] if group == "all_reduce" else []
-    marks += [pytest.mark.feature("S04")] if group == "route_in_groups" else []
-    marks += [pytest.mark.feature("S08")] if "integer" in group else []
-    marks += [pytest.mark.feature("S10")] if group == "adapters" else []
-    return pytest.param(group, marks=marks)
+    found = [row for row, expression in FEATURES.items() if re.search(expression, group)]
+    return pytest.param(group, marks=[pytest.mark.feature(row) for row in found])
 
 
 @pytest.mark.feature("Y02")
@@ -101,6 +119,7 @@ KERNELS = {
     "latent": ("latent", "write"),
     "prefill": ("prefill",),
     "rope": ("rope",),
+    "rounding": ("blocks", "rows"),
     "routing": ("route", "sort"),
 }
 SHARED_LIMIT = {80: 100 * 1024, 90: 164 * 1024}
