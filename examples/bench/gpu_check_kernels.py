@@ -16,6 +16,7 @@ from cluster.kv.transport.store import BlockStore
 from compile.passes.quantizers import quantize_blocks
 from model.kernels import adapters, paged_attention, sparse_mlp
 from model.kernels.cpu.packed_linear import PackedWeight
+from model.kernels.cpu.packed_linear import scaled_linear as scaled_op
 from model.kernels.dispatch import kernels_for, packed_linear, silu_and_mul
 from model.kernels.filters import filter_top_k_top_p
 from model.kernels.scaled_linear import (
@@ -545,6 +546,43 @@ def part_integers(at: Setting) -> Iterator[Row]:
             is_replayed=True,
             seconds=at.time_replayed(call),
             num_bytes=weight.numel() * held.bits // 8 + 2 * num_tokens * (inputs + outputs),
+            num_flops=2 * num_tokens * weight.numel(),
+        )
+
+    yield from attempts(product, cases)
+
+
+def part_fp4(at: Setting) -> Iterator[Row]:
+    """Linear layers of FP4 numbers, inputs rounded before: one token, decodes, a prompt."""
+    inputs, outputs = at.pick(4096, 96), at.pick(14336, 80)
+    weight, scale = at.randn(outputs, inputs), torch.full((1,), 100.0, device=at.device)
+    of_outputs = scale.expand(1, outputs).contiguous()
+    held = BlockScaledWeight(*quantize_blocks(weight, scale), of_outputs, scale)
+    on_cpu = BlockScaledWeight(*(tensor.cpu() for tensor in held))
+    packed = PackedWeight(held)
+    cases = [
+        ("one token", 1),
+        ("decodes", at.pick(64, 4)),
+        ("prompt", at.pick(4096, 70)),
+    ]
+
+    def product(name: str, num_tokens: int) -> Row:
+        x = at.randn(num_tokens, inputs)
+        rounded = quantize_blocks(x.cpu(), scale.cpu())
+        wanted = scaled_linear(*rounded, on_cpu, None, torch.float32).to(at.device)
+
+        def call() -> torch.Tensor:
+            numbers = quantize_inputs(x, scale)
+            found: torch.Tensor = scaled_op(*numbers, packed.handle, None, outputs, x.dtype)
+            return found
+
+        return Row(
+            f"fp4, {name}: {num_tokens} x {inputs} x {outputs}",
+            error=error_of(call(), wanted),
+            limit=2e-2,
+            is_replayed=True,
+            seconds=at.time_replayed(call),
+            num_bytes=held.nbytes + 2 * num_tokens * (inputs + outputs),
             num_flops=2 * num_tokens * weight.numel(),
         )
 

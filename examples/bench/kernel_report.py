@@ -47,6 +47,7 @@ from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import fp4 as triton_fp4
 from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
@@ -63,6 +64,7 @@ KERNEL_MODULES = (
     triton_experts,
     triton_elementwise,
     triton_filters,
+    triton_fp4,
     triton_integers,
     triton_latent,
     triton_prefill,
@@ -146,6 +148,7 @@ def cases(
     for num_tokens in (1, 4096):
         for held in (Integers(4, 128), Integers(8, 4096)):
             yield integer_case(num_tokens, 4096, 14336, held, dtype)
+        yield fp4_case(num_tokens, 4096, 14336, dtype)
         for matrices in (integer_matrices, fp4_matrices, fp8_matrices):
             if arch >= FIRST_FP8_ARCH or matrices is not fp8_matrices:
                 yield short_expert_case(num_tokens, 2048, 768, matrices, dtype)
@@ -198,6 +201,22 @@ def integer_case(
     x, bias = empty(num_tokens, inputs, dtype=dtype), empty(outputs, dtype=dtype)
     name = f"T{num_tokens} I{inputs} b{held.bits}"
     return name, lambda: triton_integers.integer_linear(x, weight, bias, outputs)
+
+
+def fp4_case(
+    num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a product with FP4 numbers, rounded before."""
+    x, scale = empty(num_tokens, inputs, dtype=dtype), empty(1, dtype=torch.float32)
+    blocks = empty(outputs, inputs // 16, dtype=FP8)
+    numbers = empty(outputs, inputs // 2, dtype=torch.uint8)
+    weight = BlockScaledWeight(numbers, blocks, empty(1, outputs, dtype=torch.float32), scale)
+
+    def call() -> None:
+        rounded = triton_rounding.quantize_blocks(x, scale)
+        triton_fp4.fp4_linear(*rounded, weight, None, dtype)
+
+    return f"T{num_tokens} I{inputs} fp4", call
 
 
 def short_expert_case(

@@ -19,6 +19,8 @@ import torch
 from compile.custom_op import direct_register_custom_op
 from model.kernels import cpu, elementwise
 from model.kernels.cpu.packed_linear import short_numbers
+from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight
+from model.kernels.scaled_linear import scaled_linear as scaled_product
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
@@ -76,5 +78,33 @@ def quantize_fp8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return rounded
 
 
+def quantize_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round inputs of a product with FP4, as `compile.passes` defines it."""
+    rounded: tuple[torch.Tensor, torch.Tensor] = _triton().quantize_blocks(x, global_scale)
+    return rounded
+
+
+def scaled_linear(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    handle: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply with the FP8 or FP4 weight of `handle`; with FP4 that this GPU does not multiply by
+    a kernel that makes it wide."""
+    weight = short_numbers(handle)
+    assert not isinstance(weight, IntegerWeight)
+    multiply = scaled_product
+    if isinstance(weight, BlockScaledWeight) and weight.blocks.ndim > 1:
+        multiply = _triton().fp4_linear
+    return multiply(numbers, scales, weight, bias, dtype)
+
+
+direct_register_custom_op("scaled_linear", scaled_linear, dispatch_key="CUDA")
+direct_register_custom_op("quantize_nvfp4", quantize_nvfp4, dispatch_key="CUDA")
 direct_register_custom_op("quantize_fp8_per_token", quantize_fp8_per_token, dispatch_key="CUDA")
 packed_linear = direct_register_custom_op("packed_linear", integer_linear, dispatch_key="CUDA")

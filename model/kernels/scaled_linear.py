@@ -55,6 +55,10 @@ class ScaledWeight(NamedTuple):
     """float32 [1, O], [Xr, 1, O]"""
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    @property
     def input_scale(self) -> None:
         """Each token has one of its own."""
 

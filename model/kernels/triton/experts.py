@@ -12,8 +12,7 @@ expert by bisecting their numbering on the device. An expert without tokens has 
 
 Matrices are numbers of the tokens' dtype, integers with scales in tiles of their own
 (`integers.py`), or FP8 or FP4 numbers with scales. For FP8 each row of either product's inputs is
-rounded with a scale of its own. For FP4 it is rounded in blocks and becomes wide again, as the
-matrix does in registers: what a number and its block's scale stand for is exact in 16 bits.
+rounded with a scale of its own, for FP4 in blocks by its expert's (`rounding.py`).
 
 Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs, I
 intermediate size.
@@ -31,9 +30,9 @@ import triton.language as tl
 from compile.formats import FP4_BLOCK
 from compile.pieces.shapes import next_pow2
 from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
-from model.kernels.triton.fp4 import fp4_product
+from model.kernels.triton.fp4 import fp4_product, over_global_scales
 from model.kernels.triton.integers import integer_product, layout_of
-from model.kernels.triton.rounding import quantize_rows, rounded_blocks
+from model.kernels.triton.rounding import Pairs, quantize_blocks, quantize_rows
 from model.kernels.triton.routing import sort_pairs
 from model.kernels.triton.tiles import MIN_DOT
 
@@ -71,10 +70,10 @@ def product_tiles(
         inputs = 32 if is_widened else 128 // dtype.itemsize
     return ProductTiles(
         rows=rows,
-        columns=128 if is_high else 64,
+        # What a matrix is widened from, or a group's sum of products, is beside the sum of all.
+        columns=128 if is_high and not is_widened else 64,
         inputs=inputs,
-        # A group's sum of products, or more of a matrix, is beside the sum of all.
-        num_warps=8 if is_high and is_widened else 4,
+        num_warps=4,
         num_stages=3,
     )
 
@@ -154,54 +153,64 @@ def _products(
 
 @triton.jit
 def _short_product(
-    x_at: tl.tensor,
+    x: tl.tensor,
+    row_scales: tl.tensor,
+    stride_x: tl.tensor,
     weight: tl.tensor,
     blocks: tl.tensor,
+    column_scales: tl.tensor,
+    input_scale: tl.tensor,
+    rows: tl.tensor,
     is_row: tl.tensor,
     columns: tl.tensor,
     is_column: tl.tensor,
+    DTYPE: tl.constexpr,
     INPUTS: tl.constexpr,
     LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return the product of rows with some outputs of an expert's integers or FP4 numbers."""
+    """Return the product of rows of x with some outputs of an expert's integers or FP4 numbers."""
     if blocks is None:
+        x_at = x + rows * stride_x
         product = integer_product(
             x_at, weight, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N
         )
     else:
         product = fp4_product(
-            x_at,
+            x,
+            row_scales,
             weight,
             blocks,
+            rows,
             is_row,
             columns,
             is_column,
+            DTYPE,
             INPUTS,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
         )
+        product = over_global_scales(product, column_scales, input_scale, columns, is_column)
     return product
 
 
 @triton.jit
 def _scaled(
     product: tl.tensor,
-    of_rows: tl.tensor,
+    row_scales: tl.tensor,
+    column_scales: tl.tensor,
     rows: tl.tensor,
     is_row: tl.tensor,
-    of_columns: tl.tensor,
     columns: tl.tensor,
     is_column: tl.tensor,
 ) -> tl.tensor:
-    """Return a product times the scales that there are of its rows and columns."""
-    if of_rows is not None:
-        product *= tl.load(of_rows + rows, mask=is_row, other=0.0)[:, None]
-    if of_columns is not None:
-        product *= tl.load(of_columns + columns, mask=is_column, other=0.0)[None, :]
+    """Return a product times the scales of its rows and columns, if it is of FP8."""
+    if row_scales is not None:
+        product *= tl.load(row_scales + rows, mask=is_row, other=0.0)[:, None]
+        product *= tl.load(column_scales + columns, mask=is_column, other=0.0)[None, :]
     return product
 
 
@@ -212,6 +221,7 @@ def _up_kernel(
     weight: tl.tensor,
     blocks: tl.tensor,
     column_scales: tl.tensor,
+    input_scales: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
     bounds: tl.tensor,
@@ -236,29 +246,39 @@ def _up_kernel(
     )
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS
-    inputs = tl.arange(0, BLOCK_K)
     tokens = rows if TOP_K is None else pairs // TOP_K
-    x_at = x + tokens * stride_x
     own = weight + expert * stride_expert
-    if blocks is not None:
-        blocks += expert * (2 * OUTPUTS * INPUTS // LAYOUT[0])
     if column_scales is not None:
         column_scales += expert * (2 * OUTPUTS)
+    if blocks is not None:
+        blocks += expert * (2 * OUTPUTS * INPUTS // LAYOUT[0])
+        input_scales += expert
+    dtype = out.dtype.element_ty
     if LAYOUT is None:
+        inputs = tl.arange(0, BLOCK_K)
         gate_at = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
         up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
-        x_at = x_at[:, None] + inputs[None, :]
+        x_at = x + tokens[:, None] * stride_x + inputs[None, :]
         gate, up = _products(
             x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
         )
+        gate = _scaled(gate, row_scales, column_scales, tokens, is_row, columns, is_column)
+        columns_up = columns + OUTPUTS
+        up = _scaled(up, row_scales, column_scales, tokens, is_row, columns_up, is_column)
     else:
         gate = _short_product(
-            x_at,
+            x,
+            row_scales,
+            stride_x,
             own,
             blocks,
+            column_scales,
+            input_scales,
+            tokens,
             is_row,
             columns,
             is_column,
+            dtype,
             INPUTS,
             LAYOUT,
             BLOCK_M,
@@ -266,23 +286,26 @@ def _up_kernel(
             BLOCK_K,
         )
         up = _short_product(
-            x_at,
+            x,
+            row_scales,
+            stride_x,
             own,
             blocks,
+            column_scales,
+            input_scales,
+            tokens,
             is_row,
             columns + OUTPUTS,
             is_column,
+            dtype,
             INPUTS,
             LAYOUT,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
         )
-    gate = _scaled(gate, row_scales, tokens, is_row, column_scales, columns, is_column)
-    up = _scaled(up, row_scales, tokens, is_row, column_scales, columns + OUTPUTS, is_column)
 
     # torch rounds both products, and the activation, to the model's dtype.
-    dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
@@ -296,18 +319,20 @@ def _down_kernel(
     weight: tl.tensor,
     blocks: tl.tensor,
     column_scales: tl.tensor,
+    input_scales: tl.tensor,
     out: tl.tensor,
-    scales: tl.tensor,
+    weights: tl.tensor,
     order: tl.tensor,
     bounds: tl.tensor,
     first_tile: tl.tensor,
     num_experts: tl.tensor,
+    stride_x: tl.tensor,
     stride_expert: tl.tensor,
     stride_weight: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    LAYOUT: tl.constexpr,
     DTYPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -320,38 +345,44 @@ def _down_kernel(
     )
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUTPUTS
-    inputs = tl.arange(0, BLOCK_K)
-    x_at = x + rows * INPUTS
     own = weight + expert * stride_expert
-    if blocks is not None:
-        blocks += expert * (OUTPUTS * INPUTS // LAYOUT[0])
     if column_scales is not None:
         column_scales += expert * OUTPUTS
+    if blocks is not None:
+        blocks += expert * (OUTPUTS * INPUTS // LAYOUT[0])
+        input_scales += expert
     if LAYOUT is None:
+        inputs = tl.arange(0, BLOCK_K)
         own = own + columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
-        x_at = x_at[:, None] + inputs[None, :]
+        x_at = x + rows[:, None] * stride_x + inputs[None, :]
         acc, _ = _products(
             x_at, own, own, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, False
         )
+        acc = _scaled(acc, row_scales, column_scales, rows, is_row, columns, is_column)
     else:
         acc = _short_product(
-            x_at,
+            x,
+            row_scales,
+            stride_x,
             own,
             blocks,
+            column_scales,
+            input_scales,
+            rows,
             is_row,
             columns,
             is_column,
+            DTYPE,
             INPUTS,
             LAYOUT,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
         )
-    acc = _scaled(acc, row_scales, rows, is_row, column_scales, columns, is_column)
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
     acc = acc.to(DTYPE).to(tl.float32)
-    acc = acc * tl.load(scales + pairs, mask=is_row, other=0.0)[:, None]
+    acc = acc * tl.load(weights + pairs, mask=is_row, other=0.0)[:, None]
     out_at = out + pairs[:, None] * OUTPUTS + columns[None, :]
     tl.store(out_at, acc, mask=is_row[:, None] & is_column[None, :])
 
@@ -388,31 +419,51 @@ class _Operand(NamedTuple):
 
     numbers: torch.Tensor
     blocks: torch.Tensor | None
-    """FP4's scales, as bytes."""
+    """Scales of FP4's blocks, as bytes."""
     column_scales: torch.Tensor | None
-    """float32 [Xr, 1, O]"""
+    """Of FP8, or FP4's global ones: float32 [Xr, 1, O]."""
+    input_scales: torch.Tensor | None
+    """FP4's global ones: float32 [Xr, 1]."""
     num_inputs: int
-    stride_expert: int
-    stride_weight: int
     layout: tuple[int, ...] | None
     """A kernel's constant for integers or FP4 numbers; None: those that are multiplied as they
     are."""
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self[:4]
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Of experts and of rows."""
+        return self.numbers.stride(0), self.numbers.stride(1)
+
 
 def _operand(matrices: Matrices) -> _Operand:
     if isinstance(matrices, IntegerWeight):
-        tiles, layout = matrices.tiles, layout_of(matrices)
-        return _Operand(tiles, None, None, layout[1] * layout[2], tiles.stride(0), 0, layout)
+        layout = layout_of(matrices)
+        return _Operand(matrices.tiles, None, None, None, layout[1] * layout[2], layout)
+    num_inputs = matrices.shape[-1]
     if isinstance(matrices, BlockScaledWeight):
-        numbers, blocks = matrices.numbers, matrices.blocks.view(torch.uint8)
-        scales = 1 / (matrices.global_scales * matrices.input_scale.unsqueeze(-1))
-        strides = (numbers.stride(0), 0)
-        return _Operand(numbers, blocks, scales, matrices.shape[-1], *strides, (FP4_BLOCK,))
-    of_outputs: torch.Tensor | None = None
+        numbers, blocks, of_outputs, of_inputs = matrices
+        codes = blocks.view(torch.uint8)
+        return _Operand(numbers, codes, of_outputs, of_inputs, num_inputs, (FP4_BLOCK,))
     if isinstance(matrices, ScaledWeight):
-        matrices, of_outputs = matrices
-    strides = matrices.stride(0), matrices.stride(1)
-    return _Operand(matrices, None, of_outputs, matrices.shape[-1], *strides, None)
+        return _Operand(matrices.numbers, None, matrices.scales, None, num_inputs, None)
+    return _Operand(matrices, None, None, None, num_inputs, None)
+
+
+def _rounded(
+    rows: torch.Tensor, matrices: Matrices, pairs: Pairs, *, is_sorted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return rows as matrices are multiplied with them, and their scales; for FP4 a row for each
+    pair, sorted by expert."""
+    if isinstance(matrices, ScaledWeight):
+        return quantize_rows(rows)
+    if isinstance(matrices, BlockScaledWeight):
+        numbers, scales = quantize_blocks(rows, matrices.input_scale, pairs, is_sorted=is_sorted)
+        return numbers, scales.view(torch.uint8)
+    return rows, None
 
 
 def expert_mlp(
@@ -434,35 +485,20 @@ def expert_mlp(
     dtype = up.numbers.dtype if up.layout is None else x.dtype
     tiles = product_tiles(num_pairs, num_experts, dtype, is_widened=up.layout is not None)
     order, bounds, first_tile = sort_pairs(experts, num_experts, first_expert, tiles.rows)
+    pairs = Pairs(order, bounds, experts, first_expert)
     where = (order, bounds, first_tile, num_experts)
-
-    def rounded(
-        rows: torch.Tensor, matrices: Matrices, *, is_sorted: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows as matrices are multiplied with them, those of FP4 sorted by expert, and
-        their scales."""
-        if isinstance(matrices, ScaledWeight):
-            return quantize_rows(rows)
-        if isinstance(matrices, BlockScaledWeight):
-            of_pairs = (order, bounds, experts, matrices.input_scale, first_expert)
-            return rounded_blocks(rows, *of_pairs, is_sorted=is_sorted), None
-        return rows, None
-
     # Each tile has a pair, and each expert may leave one tile unfilled.
     num_tiles = min(num_pairs, num_pairs // tiles.rows + num_experts)
     gated = x.new_empty(num_pairs, size)
-    inputs, row_scales = rounded(x, gate_up, is_sorted=False)
+    rows, row_scales = _rounded(x, gate_up, pairs, is_sorted=False)
     _up_kernel[num_tiles, triton.cdiv(size, tiles.gated_columns)](
-        inputs,
+        rows,
         row_scales,
-        up.numbers,
-        up.blocks,
-        up.column_scales,
+        *up.tensors,
         gated,
         *where,
-        inputs.stride(0),
-        up.stride_expert,
-        up.stride_weight,
+        rows.stride(0),
+        *up.strides,
         INPUTS=hidden_size,
         OUTPUTS=size,
         TOP_K=None if isinstance(gate_up, BlockScaledWeight) else top_k,
@@ -474,22 +510,20 @@ def expert_mlp(
         num_stages=tiles.num_stages,
     )
     found = x.new_empty(num_pairs, hidden_size, dtype=torch.float32)
-    inputs, row_scales = rounded(gated, down, is_sorted=True)
+    rows, row_scales = _rounded(gated, down, pairs, is_sorted=True)
     _down_kernel[num_tiles, triton.cdiv(hidden_size, tiles.columns)](
-        inputs,
+        rows,
         row_scales,
-        back.numbers,
-        back.blocks,
-        back.column_scales,
+        *back.tensors,
         found,
         weights,
         *where,
-        back.stride_expert,
-        back.stride_weight,
+        rows.stride(0),
+        *back.strides,
         INPUTS=size,
         OUTPUTS=hidden_size,
-        LAYOUT=back.layout,
         DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
+        LAYOUT=back.layout,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.inputs,

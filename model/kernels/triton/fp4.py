@@ -1,14 +1,26 @@
-"""Products with FP4 weights on a GPU, whose numbers become wide in registers."""
+"""Products of FP4 numbers on a GPU that does not multiply them: they become wide in registers. A
+number times its block's scale is exact in 16 bits. The reference is `scaled_linear.py`.
+
+Shapes: T tokens, I inputs, O outputs, B = I / 16 blocks; two numbers are a byte.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from model.kernels.scaled_linear import BlockScaledWeight
 from model.kernels.triton.e4m3 import UNIT, from_e4m3
+from model.kernels.triton.tiles import MIN_DOT
 
 PER_SCALE = tl.constexpr(8)
 """Bytes of a block."""
+
+
+@triton.jit
+def _scales(codes: tl.tensor) -> tl.tensor:
+    return from_e4m3(codes).to(tl.float32) * UNIT
 
 
 @triton.jit
@@ -21,41 +33,135 @@ def _wide(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fp4_product(
-    x_at: tl.tensor,
+    x: tl.tensor,
+    x_blocks: tl.tensor,
     numbers: tl.tensor,
     blocks: tl.tensor,
+    rows: tl.tensor,
     is_row: tl.tensor,
     columns: tl.tensor,
     is_column: tl.tensor,
+    DTYPE: tl.constexpr,
     INPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return the product of rows with some outputs of a weight, float32 [M, N], without global
-    scales. The first numbers of bytes make one product, the second ones another.
+    """Return the product of some rows with some outputs, float32 [M, N], without global scales. The
+    first numbers of bytes make one product, the second ones another.
 
-    x_at: the rows' first inputs, [M]; numbers: uint8 [O, INPUTS / 2], blocks: codes of e4m3
-    [O, INPUTS / 16], each contiguous; columns: [N]; BLOCK_K: inputs at once
+    x: bytes [T, I / 2]; x_blocks: codes of e4m3 [T, B]; numbers, blocks: of the weight, likewise;
+    rows: int64 [M]; columns: [N]; BLOCK_K: inputs at once
     """
-    dtype = x_at.dtype.element_ty
     BYTES: tl.constexpr = INPUTS // 2
     places = tl.arange(0, BLOCK_K // 2)
+    of_rows = rows[:, None] * BYTES
     of_columns = columns[None, :].to(tl.int64) * BYTES
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, BYTES, BLOCK_K // 2):
         bytes_at = at + places
-        is_byte = bytes_at < BYTES
-        is_weight = is_byte[:, None] & is_column[None, :]
-        packed = tl.load(numbers + of_columns + bytes_at[:, None], mask=is_weight, other=0)
-        scales_at = blocks + (of_columns + bytes_at[:, None]) // PER_SCALE
-        codes = tl.load(scales_at, mask=is_weight, other=0)
-        scales = from_e4m3(codes).to(tl.float32) * UNIT
-        is_input = is_row[:, None] & is_byte[None, :]
-        first_at = x_at[:, None] + 2 * bytes_at[None, :]
-        first = tl.load(first_at, mask=is_input, other=0.0)
-        second = tl.load(first_at + 1, mask=is_input, other=0.0)
-        low, high = _wide(packed, scales).to(dtype), _wide(packed >> 4, scales).to(dtype)
-        product = tl.dot(first, low, product, input_precision="ieee")
-        product = tl.dot(second, high, product, input_precision="ieee")
+        is_x = is_row[:, None] & (bytes_at < BYTES)[None, :]
+        is_weight = is_column[None, :] & (bytes_at < BYTES)[:, None]
+        x_at, weight_at = of_rows + bytes_at[None, :], of_columns + bytes_at[:, None]
+        x_bytes = tl.load(x + x_at, mask=is_x, other=0)
+        x_scales = _scales(tl.load(x_blocks + x_at // PER_SCALE, mask=is_x, other=0))
+        weight_bytes = tl.load(numbers + weight_at, mask=is_weight, other=0)
+        scales = _scales(tl.load(blocks + weight_at // PER_SCALE, mask=is_weight, other=0))
+        first, low = _wide(x_bytes, x_scales), _wide(weight_bytes, scales)
+        product = tl.dot(first.to(DTYPE), low.to(DTYPE), product, input_precision="ieee")
+        second, high = _wide(x_bytes >> 4, x_scales), _wide(weight_bytes >> 4, scales)
+        product = tl.dot(second.to(DTYPE), high.to(DTYPE), product, input_precision="ieee")
     return product
+
+
+@triton.jit
+def over_global_scales(
+    product: tl.tensor,
+    of_columns: tl.tensor,
+    of_inputs: tl.tensor,
+    columns: tl.tensor,
+    is_column: tl.tensor,
+) -> tl.tensor:
+    """Return a product over the global scales of outputs and the one of inputs."""
+    scales = tl.load(of_columns + columns, mask=is_column, other=1.0) * tl.load(of_inputs)
+    return tl.div_rn(product, scales[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_kernel(
+    x: tl.tensor,
+    x_blocks: tl.tensor,
+    numbers: tl.tensor,
+    blocks: tl.tensor,
+    of_columns: tl.tensor,
+    of_inputs: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = rows < num_tokens, columns < OUTPUTS
+    total = fp4_product(
+        x,
+        x_blocks,
+        numbers,
+        blocks,
+        rows,
+        is_row,
+        columns,
+        is_column,
+        out.dtype.element_ty,
+        INPUTS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    total = over_global_scales(total, of_columns, of_inputs, columns, is_column)
+    if bias is not None:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def fp4_linear(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    weight: BlockScaledWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Do what `scaled_linear` does with an FP4 weight, all of it contiguous, whose scales are
+    [O, B]."""
+    num_tokens, (outputs, inputs) = len(numbers), weight.shape
+    out = numbers.new_empty(num_tokens, outputs, dtype=dtype)
+    if not num_tokens:
+        return out
+    is_half = dtype.itemsize <= 2
+    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), 64 if is_half else 32)
+    # Few rows are bound by memory: more programs have more bytes on their way.
+    columns = 128 if rows == 64 else 32
+    _linear_kernel[triton.cdiv(num_tokens, rows), triton.cdiv(outputs, columns)](
+        numbers,
+        scales.view(torch.uint8),
+        weight.numbers,
+        weight.blocks.view(torch.uint8),
+        weight.global_scales,
+        weight.input_scale,
+        bias,
+        out,
+        num_tokens,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        BLOCK_K=32 if rows == 64 or not is_half else 128,
+        num_warps=8 if rows == 64 else 4,
+        num_stages=3,
+    )
+    return out

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,9 @@ COLUMNS = 2048
 LARGEST = tl.constexpr(448.0)
 LEAST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 LARGEST_FP4 = tl.constexpr(6.0)
-SCALE_OF_ZEROS = tl.constexpr(0.125)
+CODE_OF_ZEROS = tl.constexpr(0x20)
+"""e4m3 of the scale of a block whose own would be zero."""
+NAN = tl.constexpr(0x7F)
 ROUNDING = tl.constexpr(1.5 * 2**23)
 """A sum with it, less it, is the nearest integer, the even one of two."""
 
@@ -71,82 +75,106 @@ def _round(x: tl.tensor) -> tl.tensor:
     return (x + ROUNDING) - ROUNDING
 
 
+@triton.jit
+def _e2m1(values: tl.tensor, unit: tl.tensor) -> tl.tensor:
+    """Return codes of float32 numbers over `unit`, rounded to nearest, ties to even."""
+    size = tl.minimum(tl.div_rn(tl.abs(values), unit), LARGEST_FP4)
+    # Numbers are half a unit apart below 2, one from there to 4, and two above.
+    codes = tl.where(size < 4.0, _round(size) + 2.0, _round(size * 0.5) + 4.0)
+    codes = tl.where(size < 2.0, _round(size * 2.0), codes)
+    return tl.where(values < 0.0, codes + 8.0, codes).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["num_experts", "first_expert"])
 def _blocks_kernel(
     x: tl.tensor,
-    out: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    global_scales: tl.tensor,
     order: tl.tensor,
     bounds: tl.tensor,
     experts: tl.tensor,
-    global_scales: tl.tensor,
     num_experts: tl.tensor,
     first_expert: tl.tensor,
     stride_x: tl.tensor,
     SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(bounds + num_experts):
-        return
-    pair = tl.load(order + row).to(tl.int64)
-    global_scale = tl.load(global_scales + tl.load(experts + pair) - first_expert)
-    x_at = x + (row if TOP_K is None else pair // TOP_K) * stride_x
+    source = row
+    if order is not None:
+        if row >= tl.load(bounds + num_experts):
+            return
+        pair = tl.load(order + row)
+        global_scales += tl.load(experts + pair) - first_expert
+        if TOP_K is not None:
+            source = pair // TOP_K
+    global_scale = tl.load(global_scales)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    columns = blocks[:, None] * SHARED + tl.arange(0, SHARED)[None, :]
-    is_column = columns < SIZE
-    values = tl.load(x_at + columns, mask=is_column, other=0.0).to(tl.float32)
-    size = tl.abs(values)
-    largest = tl.max(size, 1)
-    wanted = tl.minimum(tl.div_rn(largest, LARGEST_FP4) * global_scale, LARGEST)
-    scale = from_e4m3(to_e4m3(wanted)).to(tl.float32) * UNIT
-    scale = tl.where(scale == 0.0, SCALE_OF_ZEROS, scale)
-    num_bad = tl.sum((size < float("inf")).to(tl.int32) ^ 1, 1)
-    scale = tl.where(num_bad > 0, float("nan"), scale)
-    unit = tl.div_rn(scale, global_scale)
-    size = tl.minimum(tl.div_rn(size, unit[:, None]), LARGEST_FP4)
-    # Numbers are half a unit apart below 2, one from there to 4, and two above.
-    wide = tl.where(size < 4.0, _round(size), _round(size * 0.5) * 2.0)
-    wide = tl.where(size < 2.0, _round(size * 2.0) * 0.5, wide)
-    wide = tl.where(values < 0.0, -wide, wide) * scale[:, None]
-    tl.store(out + row * SIZE + columns, wide.to(out.dtype.element_ty), mask=is_column)
+    bytes_at = blocks[:, None] * (SHARED // 2) + tl.arange(0, SHARED // 2)[None, :]
+    is_byte = bytes_at < SIZE // 2
+    x_at = x + source * stride_x + 2 * bytes_at
+    first = tl.load(x_at, mask=is_byte, other=0.0).to(tl.float32)
+    second = tl.load(x_at + 1, mask=is_byte, other=0.0).to(tl.float32)
+    size = tl.maximum(tl.abs(first), tl.abs(second))
+    is_bad = ((tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))).to(tl.int32) ^ 1
+    wanted = tl.div_rn(tl.max(size, 1), LARGEST_FP4) * global_scale
+    codes = to_e4m3(wanted)
+    codes = tl.where(codes == 0, CODE_OF_ZEROS, codes)
+    codes = tl.where(tl.sum(is_bad, 1) > 0, NAN, codes).to(tl.uint8)
+    tl.store(scales + row * (SIZE // SHARED) + blocks, codes, mask=blocks < SIZE // SHARED)
+    unit = tl.div_rn(from_e4m3(codes).to(tl.float32) * UNIT, global_scale)[:, None]
+    packed = _e2m1(first, unit) | (_e2m1(second, unit) << 4)
+    tl.store(numbers + row * (SIZE // 2) + bytes_at, packed, mask=is_byte)
 
 
-def rounded_blocks(
+class Pairs(NamedTuple):
+    """Pairs (token, one of its experts), sorted by this rank's experts, as `sort_pairs` does it."""
+
+    order: torch.Tensor
+    bounds: torch.Tensor
+    experts: torch.Tensor
+    """[T, K]"""
+    first_expert: int
+
+
+def quantize_blocks(
     x: torch.Tensor,
-    order: torch.Tensor,
-    bounds: torch.Tensor,
-    experts: torch.Tensor,
     global_scales: torch.Tensor,
-    first_expert: int,
+    pairs: Pairs | None = None,
     *,
-    is_sorted: bool,
-) -> torch.Tensor:
-    """Return what FP4 numbers and their blocks' scales, as `quantizers.quantize_blocks` makes them,
-    stand for, times the global scale, in the dtype of x: [P, I], sorted by expert; rows of other
-    ranks' experts stay unset.
-
-    x: tokens [T, I], or rows [P, I] if sorted already; order, bounds: as `sort_pairs` returns them;
-    experts: [T, K]; global_scales: of each of this rank's experts [Xr]
-    """
-    num_pairs, (_, size) = experts.numel(), x.shape
-    out = x.new_empty(num_pairs, size)
+    is_sorted: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantizers.quantize_blocks` does, of x [..., I] and one scale; of pairs a row
+    [P, I / 2] for each, in sorted order, by the scale of its expert [Xr]: x has a row for each
+    token, or is sorted already, and rows of other ranks' experts stay unset."""
+    rows = x.reshape(-1, x.shape[-1])
+    size = rows.shape[1]
+    sizes = x.shape[:-1] if pairs is None else (pairs.experts.numel(),)
+    numbers = x.new_empty((*sizes, size // 2), dtype=torch.uint8)
+    scales = x.new_empty((*sizes, size // FP4_BLOCK), dtype=torch.uint8)
+    if not numbers.numel():
+        return numbers, scales.view(FP8)
     blocks = min(triton.next_power_of_2(size // FP4_BLOCK), COLUMNS // FP4_BLOCK)
-    _blocks_kernel[num_pairs, triton.cdiv(size, blocks * FP4_BLOCK)](
-        x,
-        out,
+    order, bounds, experts, first_expert = pairs or (None, None, None, 0)
+    top_k = None if experts is None or is_sorted else experts.shape[1]
+    _blocks_kernel[numbers.numel() // (size // 2), triton.cdiv(size, blocks * FP4_BLOCK)](
+        rows,
+        numbers,
+        scales,
+        global_scales,
         order,
         bounds,
         experts,
-        global_scales,
-        len(global_scales),
+        global_scales.numel(),
         first_expert,
-        x.stride(0),
+        rows.stride(0),
         SIZE=size,
-        TOP_K=None if is_sorted else experts.shape[1],
         SHARED=FP4_BLOCK,
+        TOP_K=top_k,
         BLOCKS=blocks,
         num_warps=4,
     )
-    return out
+    return numbers, scales.view(FP8)

@@ -55,6 +55,7 @@ from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import fp4 as triton_fp4
 from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
@@ -621,13 +622,24 @@ def check_rounding_in_blocks(rng: random.Random) -> None:
     order, bounds, _ = triton_routing.sort_pairs(experts, 3, 1, 16)
     pairs = order[: int(bounds[-1])]
     with NoWaiting():
-        found = triton_rounding.rounded_blocks(
-            x, order, bounds, experts, scales, 1, is_sorted=False
+        found = triton_rounding.quantize_blocks(
+            x, scales, triton_rounding.Pairs(order, bounds, experts, 1)
         )
+        alone = triton_rounding.quantize_blocks(x, scales[:1])
+    check_blocks(alone, x, scales[:1])
     of_rows = zip(x[pairs // top_k], scales[experts.flatten()[pairs] - 1], strict=True)
-    wanted = [scaled_linear._wide(*quantizers.quantize_blocks(*each)) for each in of_rows]
-    for found_row, row in zip(found, wanted, strict=False):
-        compare(found_row, row.to(x.dtype), exactly=True)
+    for place, (row, scale) in enumerate(of_rows):
+        check_blocks((found[0][place], found[1][place]), row, scale)
+
+
+def check_blocks(
+    found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, global_scale: torch.Tensor
+) -> None:
+    (numbers, scales), (wanted, wanted_scales) = found, quantizers.quantize_blocks(x, global_scale)
+    compare(scales.float(), wanted_scales.float(), exactly=True)
+    is_number = wanted_scales.float().isfinite().unsqueeze(-1)
+    in_blocks = (each.unflatten(-1, (-1, 8)) for each in (numbers, wanted))
+    compare(*(torch.where(is_number, each, 0) for each in in_blocks), exactly=True)
 
 
 def short_experts(
@@ -792,6 +804,22 @@ def check_filters(rng: random.Random) -> None:
         assert k or p < 1 or torch.equal(before, after)
 
 
+def check_fp4_linear(rng: random.Random) -> None:
+    """Products of FP4 numbers, as float32 makes them, to the dtype's rounding."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_tokens, inputs = rng.choice([0, 1, 3, 17, 70]), rng.choice([16, 48, 256, 272])
+    outputs = rng.choice([1, 31, 64, 150])
+    scale, of_inputs = (10 ** (torch.rand(1) + 2) for _ in range(2))
+    numbers = quantizers.quantize_blocks(torch.randn(outputs, inputs) / inputs**0.5, scale)
+    of_outputs = scale * torch.randint(1, 4, (1, outputs))
+    weight = scaled_linear.BlockScaledWeight(*numbers, of_outputs, of_inputs)
+    bias = torch.randn(outputs, dtype=dtype) if rng.random() < 0.5 else None
+    x = quantizers.quantize_blocks(torch.randn(num_tokens, inputs), of_inputs)
+    with NoWaiting(), Scratch():
+        found = triton_fp4.fp4_linear(*x, weight, bias, dtype)
+    compare(found, scaled_linear.scaled_linear(*x, weight, bias, dtype))
+
+
 def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False) -> None:
     tolerance = 0.0 if exactly else TOLERANCE[wanted.dtype]
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
@@ -889,6 +917,7 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "integer_experts": check_integer_experts,
     "rounding": check_rounding,
     "rounding_in_blocks": check_rounding_in_blocks,
+    "nvfp4_linear": check_fp4_linear,
     "fp8_experts": partial(check_short_experts, held="fp8"),
     "nvfp4_experts": partial(check_short_experts, held="nvfp4"),
     "route": check_route,
