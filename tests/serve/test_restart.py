@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -396,6 +396,37 @@ def start_early(start_app: Callable[..., Any], name: str, cache: Path, *more: st
     return start_app(name, *given, *more, is_compiled=False)
 
 
+COMPILES = "cluster.rank.compile_process"
+
+
+@pytest.fixture
+def let_compilers_go_on(start_app: Callable[..., Any]) -> Iterator[Callable[[], None]]:
+    """Stop each process of this run's cluster that compiles as soon as it is there, until what is
+    yielded is called: on a busy machine it may otherwise have compiled before a test looks."""
+    stopped: dict[int, psutil.Process] = {}
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.05):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    if process.pid not in stopped and COMPILES in process.cmdline():
+                        process.suspend()
+                        stopped[process.pid] = process
+
+    def let_go_on() -> None:
+        is_over.set()
+        thread.join()
+        for process in stopped.values():
+            with suppress(psutil.Error):
+                process.resume()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield let_go_on
+    let_go_on()
+
+
 def debug_ranks(app: Any) -> list[dict[str, Any]]:
     _, body = app.get("/debug/ranks")
     [replica] = body["pools"]["mixed"]["replicas"]
@@ -413,7 +444,7 @@ def compiler_of(app: Any, pid: int) -> int:
     def found() -> int:
         for child in psutil.Process(pid).children():
             with suppress(psutil.Error):
-                if "cluster.rank.compile_process" in child.cmdline():
+                if COMPILES in child.cmdline():
                     return child.pid
         return 0
 
@@ -483,7 +514,11 @@ def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
     ids=["one rank", "2x2"],
 )
 def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
-    start_app: Callable[..., Any], answers: Answers, tmp_path: Path, more: tuple[str, ...]
+    start_app: Callable[..., Any],
+    let_compilers_go_on: Callable[[], None],
+    answers: Answers,
+    tmp_path: Path,
+    more: tuple[str, ...],
 ) -> None:
     app = start_early(start_app, "early", tmp_path / "cache", *more)
     status, body = app.get("/ready")
@@ -491,6 +526,7 @@ def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
     with Streams(app, answers, MAX_TOKENS) as streams:
         streams.wait_for_tokens(1)
         assert set(stages(app)) == {0}, "the first tokens come while pieces are compiled"
+        let_compilers_go_on()
         found, told = wait_until_gone_over(app)
         streams.wait_for_tokens(2 * MAX_TOKENS)
     # All ranks entered each stage at the same step, and work was done meanwhile.
@@ -533,7 +569,10 @@ def check_waste(told: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.feature("X06")
 def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nobody_behind(
-    start_app: Callable[..., Any], answers: Answers, tmp_path: Path
+    start_app: Callable[..., Any],
+    let_compilers_go_on: Callable[[], None],
+    answers: Answers,
+    tmp_path: Path,
 ) -> None:
     more = ("mixed.data_parallel_size=2", *TRACED_ALONE)
     app = start_early(start_app, "early-death", tmp_path / "cache", *more)
@@ -542,6 +581,7 @@ def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nob
         pids = [rank["pid"] for rank in app.ready_ranks("mixed")]
         compilers = [compiler_of(app, pid) for pid in pids]
         assert set(stages(app)) == {0}
+        let_compilers_go_on()
         os.kill(pids[1], signal.SIGKILL)
         app.wait_until(
             lambda: all(rank["epoch"] == 1 for rank in app.ready_ranks("mixed", 900)),
@@ -559,13 +599,17 @@ def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nob
 @pytest.mark.slow
 @pytest.mark.feature("X06")
 def test_a_compiler_that_is_killed_leaves_its_group_serving_eagerly_and_says_why(
-    start_app: Callable[..., Any], answers: Answers, tmp_path: Path
+    start_app: Callable[..., Any],
+    let_compilers_go_on: Callable[[], None],
+    answers: Answers,
+    tmp_path: Path,
 ) -> None:
     more = ("mixed.tensor_parallel_size=2", *TRACED_ALONE)
     app = start_early(start_app, "early-loss", tmp_path / "cache", *more)
     with Streams(app, answers, MAX_TOKENS) as streams:
         follower = app.ready_ranks("mixed")[1]
         os.kill(compiler_of(app, follower["pid"]), signal.SIGKILL)
+        let_compilers_go_on()
         app.wait_until_ready()  # nothing is waited for any more
         streams.wait_for_tokens(2 * MAX_TOKENS)
     errors = [rank["compile_error"] for rank in app.ranks("mixed")]
