@@ -141,13 +141,13 @@ class _Group(msgspec.Struct):
 
 
 class _KvCache(msgspec.Struct):
-    """The one kind of KV cache that is served: e4m3, with a scale for a layer's keys and one for
-    its values, which the checkpoint has as tensors."""
+    """The kind of KV cache that is served: e4m3, with scales for a layer's keys and for its values,
+    of all heads or of each, which the checkpoint has as tensors."""
 
     num_bits: Literal[8]
     type: Literal["float"]
     symmetric: bool = True
-    strategy: Literal["tensor"] | None = None
+    strategy: Literal["tensor", "attn_head"] | None = None
     dynamic: Annotated[bool | Literal["local"], says("true, false or local")] = False
 
 

@@ -24,6 +24,7 @@ from model.config import ModelConfig
 from model.files import check_file, read_json, refused
 from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
+from model.layers.linear import kv_heads_of
 from model.layers.slices import WeightSlice
 from model.parallel import Placement, Shard
 from model.quantization import NVFP4, Float4, Quantization, WeightFormat
@@ -111,11 +112,12 @@ def load_weights(
 
 
 def load_kv_scales(
-    model: CausalLM, checkpoint_dir: Path, device: torch.device, *, is_used: bool
+    model: CausalLM, checkpoint_dir: Path, place: Placement, *, is_used: bool
 ) -> None:
     """Give each attention layer the scales that the checkpoint has for an FP8 cache of its keys and
-    values, 1 where it has none at all. A FieldError names one that is missing, twice there, or not
-    one number above 0. Unless they are used, a line says that they are passed over."""
+    values, for all heads or for each, 1 where it has none at all. A FieldError names one that is
+    missing, twice there, or not above 0. Unless they are used, a line says that they are passed
+    over."""
     files = _tensor_files(checkpoint_dir)
     layers = {name.removesuffix(".attn"): each for name, each in model.attention_layers().items()}
     names: dict[tuple[str, str], str] = {}
@@ -137,33 +139,37 @@ def load_kv_scales(
         paths = dict.fromkeys(files[name] for name in names.values())
         opened = {path: stack.enter_context(opened_tensors(path)) for path in paths}
         for prefix, layer in layers.items():
-            scales = [1.0, 1.0]
-            if names:
-                scales = []
-                for kind in "kv":
-                    name = names.get((prefix, kind), "")
-                    if not name:
-                        field = f"tensor {prefix}.{kind}_scale"
-                        raise refused(field, "in the checkpoint", Words("none"), checkpoint_dir)
-                    scales.append(_kv_scale(name, opened[files[name]], files[name]))
+            scales = torch.ones(2, layer.num_kv_heads)
+            for kind, own in zip("kv", scales, strict=True) if names else ():
+                name = names.get((prefix, kind), "")
+                if not name:
+                    field = f"tensor {prefix}.{kind}_scale"
+                    raise refused(field, "in the checkpoint", Words("none"), checkpoint_dir)
+                num_heads = model.config.num_kv_heads
+                of_all = _kv_scales(name, num_heads, opened[files[name]], files[name])
+                count, first = kv_heads_of(num_heads, place.shard)
+                own.copy_(of_all[first : first + count])
             # Each layer's has an address of its own, as aligned as all others.
-            layer.kv_scales = torch.tensor(scales, dtype=torch.float32, device=device)
+            layer.kv_scales = scales.to(place.device)
 
 
-def _kv_scale(name: str, file: Any, path: Path) -> float:
+def _kv_scales(name: str, num_heads: int, file: Any, path: Path) -> torch.Tensor:
+    """Return float32 [heads]."""
     field = f"tensor {name}"
     if name not in file.keys():  # noqa: SIM118 (no mapping)
         raise refused(field, "where the index says", Words("none"), path)
     stored = file.get_slice(name)
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if math.prod(shape) != 1:
-        raise refused(field, "one number (scales by head are not built yet)", shape, path)
+    if math.prod(shape) not in (1, num_heads):
+        raise refused(field, f"one number, or one for each of {num_heads} KV heads", shape, path)
     if dtype not in FLOATS:
         raise refused(field, f"one of {', '.join(FLOATS)}", dtype, path)
-    value = float(file.get_tensor(name))
-    if not 0 < value < math.inf:
-        raise refused(field, "a number above 0", value, path)
-    return value
+    values: torch.Tensor = file.get_tensor(name).float().flatten()
+    for value in values.tolist():
+        if not 0 < value < math.inf:
+            wanted = "a number above 0" if len(values) == 1 else "numbers above 0"
+            raise refused(field, wanted, value, path)
+    return values.expand(num_heads) if len(values) == 1 else values
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
@@ -393,7 +399,7 @@ def load_model(
     place = Placement(dtype, torch.device(device), shard, quantization)
     model, config = _described_model(checkpoint_dir, place, has_mtp=has_mtp)
     load_weights(model, checkpoint_dir, progress)
-    load_kv_scales(model, Path(checkpoint_dir), place.device, is_used=has_fp8_kv)
+    load_kv_scales(model, Path(checkpoint_dir), place, is_used=has_fp8_kv)
     return model.eval(), config
 
 

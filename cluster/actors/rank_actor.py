@@ -163,6 +163,11 @@ class RankActor:
             self._rank.stop()
 
 
-RemoteRank = ray.remote(
-    max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
-)(RankActor)
+RANK_OPTIONS: dict[str, Any] = {
+    **{"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"step": 1, "ctl": 2}},
+    # Ray cancels what a request has asked ranks with the request. Those that keep each caller's
+    # order would wait for ever for a call that was cancelled before it was sent. What has an order,
+    # `meet`, `load` and `run`, is called once the last one has returned.
+    "allow_out_of_order_execution": True,
+}
+RemoteRank = ray.remote(**RANK_OPTIONS)(RankActor)

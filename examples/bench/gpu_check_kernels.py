@@ -90,8 +90,9 @@ class Cached:
         pool = self.at.randn(num_blocks + 1, *spec.block_shape)
         pool[0] = 0
         if self.has_fp8:
-            self.scales = (torch.tensor([0.02, 0.3], device=self.at.device),)
-            pool = paged_attention.quantize_kv(pool, self.scales[0].view(2, 1, 1, 1))
+            of_heads = torch.linspace(1, 2, self.num_kv_heads, device=self.at.device)
+            self.scales = (torch.outer(of_heads.new_tensor([0.02, 0.3]), of_heads),)
+            pool = paged_attention.quantize_kv(pool, self.scales[0].unsqueeze(1))
         self.k_cache, self.v_cache = pool[:, -1, 0], pool[:, -1, 1]
         order = torch.randperm(num_blocks, device=self.at.device) + 1
         self.table = order.view(len(self.lengths), columns).int()
@@ -111,7 +112,9 @@ class Cached:
 
     def wide(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the caches hold in float32."""
-        k_scale, v_scale = self.scales[0].tolist() if self.scales else (1.0, 1.0)
+        if not self.scales:
+            return self.k_cache.float(), self.v_cache.float()
+        k_scale, v_scale = self.scales[0].unsqueeze(-1)
         return self.k_cache.float() * k_scale, self.v_cache.float() * v_scale
 
 

@@ -138,6 +138,7 @@ def cases(
     yield from latent_cases(16, dtype)
     x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
     yield "E4096", lambda: triton_elementwise.rms_norm(x, weight, 1e-5)
+    yield "E4096 fp8", lambda: triton_rounding.quantize_rows(x)
     yield "E4096 residual", lambda: triton_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
     for num_ranks, hidden, held in ((2, 4096, dtype), (8, 8192, dtype), (3, 100, torch.float32)):
         yield all_reduce_case(num_ranks, hidden, held)
@@ -284,7 +285,7 @@ def attention_cases(
     num_kv_heads = 8
     heads = (num_kv_heads * group, num_kv_heads, num_kv_heads)
     held = FP8 if has_fp8 else dtype
-    scales = empty(2, dtype=torch.float32) if has_fp8 else None
+    scales = empty(2, num_kv_heads, dtype=torch.float32) if has_fp8 else None
     pool = empty(NUM_BLOCKS, 2, 2, BLOCK_SIZE, num_kv_heads, head_dim, dtype=held)
     caches = (pool[:, 1, 0], pool[:, 1, 1])
     q, k, v = empty(512, sum(heads), head_dim, dtype=dtype).split(heads, dim=1)

@@ -10,8 +10,9 @@ Each call copies the keys and values that it attends to into memory of its own. 
 nothing.
 
 A cache of e4m3 (Micikevicius et al., 2022) holds x / s for a value x, cut off at the largest number
-that it has; s is the layer's scale of keys or of values (`kv_scales`: float32 [2]). Attention takes
-q * s for what is held there. Other caches are of the model's dtype, and have no scales.
+that it has; s is the scale of a head's keys or of its values (`kv_scales`: float32 [2, Hkv],
+contiguous). Attention takes q * s for what is held there. Other caches are of the model's dtype,
+and have no scales.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the
 pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
@@ -31,8 +32,9 @@ FP8_MAX = 448.0
 
 
 def quantize_kv(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return x / scale in e4m3, rounded to nearest, ties to even. What is not a number stays so."""
-    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    """Return x / scale in e4m3, rounded to nearest, ties to even. What is not a number stays so.
+    x: [T, Hkv, D]; scale: float32 [Hkv]"""
+    return (x.float() / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def write_kv(
@@ -47,7 +49,7 @@ def write_kv(
     padding.
 
     k, v: [T, Hkv, D]; k_cache, v_cache: [N, B, Hkv, D], any strides; slot_mapping: int64 [T],
-    block * B + offset; kv_scales: float32 [2] for caches of e4m3, else None
+    block * B + offset; kv_scales: for caches of e4m3, else None
     """
     if kv_scales is not None:
         k, v = (quantize_kv(new, s) for new, s in zip((k, v), kv_scales, strict=True))
@@ -107,7 +109,7 @@ def paged_decode(
 
     q, out: [S, H, D]; k_cache, v_cache: [N, B, Hkv, D], any strides; block_table: int32 [S, M];
     seq_lens: int32 [S]; token j attends to token i where j - i < sliding_window, or to all;
-    kv_scales: float32 [2] for caches of e4m3, else None
+    kv_scales: for caches of e4m3, else None
     """
     num_seqs, num_kv_heads, block_size = q.shape[0], k_cache.shape[2], k_cache.shape[1]
     # A padding sequence sees one slot, of the scratch block: a row without any would be NaN.
@@ -209,5 +211,5 @@ def _gather(
     k, v = (cache.index_select(0, blocks).flatten(0, 1) for cache in (k_cache, v_cache))
     if kv_scales is None:
         return k, v
-    k_scale, v_scale = kv_scales
+    k_scale, v_scale = kv_scales.unsqueeze(-1)
     return (k.float() * k_scale).to(dtype), (v.float() * v_scale).to(dtype)

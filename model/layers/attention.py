@@ -70,8 +70,8 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
         self.scale = head_dim**-0.5
         self.kv_scales: torch.Tensor | None = None
-        """float32 [2], of keys and of values, set with weights where the cache is e4m3; else None.
-        The op reads them, so that layers stay alike in a traced graph."""
+        """float32 [2, Hkv], of keys and of values, set with weights where the cache is e4m3; else
+        None. The op reads them, so that layers stay alike in a traced graph."""
 
     def forward(
         self,

@@ -510,7 +510,7 @@ REFUSED: list[tuple[str, str, object, str]] = [
     ("packed 4, FP8 KV", "kv_cache_scheme.num_bits", 4, "wanted 8, found 4"),
     ("packed 4, FP8 KV", "kv_cache_scheme.type", "int", "wanted float, found 'int'"),
     ("packed 4, FP8 KV", "kv_cache_scheme.symmetric", False, "wanted true, found False"),
-    ("packed 4, FP8 KV", "kv_cache_scheme.strategy", "attn_head", "wanted tensor, found 'attn"),
+    ("packed 4, FP8 KV", "kv_cache_scheme.strategy", "channel", "wanted tensor or attn_head, fo"),
     ("packed 4, FP8 KV", "kv_cache_scheme.dynamic", True, "wanted false, found True"),
     ("packed 4, FP8 KV", "config_groups", {"a": {}, "b": {}}, "wanted one group, found ['a', 'b']"),
     ("packed 4", "config_groups", {}, "wanted one group, found []"),

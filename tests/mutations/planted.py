@@ -948,8 +948,14 @@ MUTATIONS = (
     Mutation(
         "A layer's scale of keys is its values' and the other way round (S09).",
         "model/weights.py",
-        {"layer.kv_scales = torch.tensor(scales,": "layer.kv_scales = torch.tensor(scales[::-1],"},
+        {"layer.kv_scales = scales.to(": "layer.kv_scales = scales.flip(0).to("},
         (FP8_KV,),
+    ),
+    Mutation(
+        "All ranks take the first heads' scales of FP8 KV (S09).",
+        "model/weights.py",
+        {"of_all[first : first + count]": "of_all[:count]"},
+        (f"{FP8_KV}::test_each_rank_reads_the_scales_of_its_heads[shape0-2]",),
     ),
     Mutation(
         "Engines read KV that is FP8 as if it were not (S09).",
@@ -992,6 +998,15 @@ MUTATIONS = (
         "cluster/actors/status_board.py",
         {'"allow_out_of_order_execution": True': '"allow_out_of_order_execution": False'},
         ("tests/cluster/actors/test_status_board.py",),
+    ),
+    Mutation(
+        "A rank never answers once Ray has cancelled a call that it never got (R15).",
+        "cluster/actors/rank_actor.py",
+        {'"allow_out_of_order_execution": True': '"allow_out_of_order_execution": False'},
+        (
+            "tests/cluster/actors/test_ray_ranks.py::"
+            "test_ranks_answer_after_a_request_was_cancelled_that_asked_while_they_were_made",
+        ),
     ),
     Mutation(
         "What a process said earlier is counted twice if it comes later (R15).",

@@ -210,10 +210,11 @@ def _prepared(
 ) -> tuple[Callable[..., bool], Callable[..., bytes], ctypes.Array[ctypes.c_int64]] | None:
     """Return a kernel, and what packs addresses and sizes as `Arguments` in C++ reads them; None
     where the kernel is not built, where dtypes differ and where a last stride is not 1. Behind
-    caches of e4m3 their two scales come last."""
+    caches of e4m3 their scales [2, Hkv] come last."""
     first = kinds[0][0]
     taken, suffix = {first, torch.int32, torch.int64}, ""
-    if kinds[-1][:2] == (torch.float32, (2,)) and any(dtype == FP8 for dtype, *_ in kinds):
+    (last, shape, _), has_fp8 = kinds[-1], any(dtype == FP8 for dtype, *_ in kinds)
+    if has_fp8 and last == torch.float32 and len(shape) == 2:
         taken, suffix = taken | {FP8, torch.float32}, "_fp8"
     kernel = native_function(name, first, suffix)
     sizes = [num_threads, window]

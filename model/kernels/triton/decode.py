@@ -150,7 +150,7 @@ def _split_kernel(
     q_at = q + seq * stride_q_seq + heads[:, None] * stride_q_head + dims[None, :]
     q_tile = tl.load(q_at, mask=is_q, other=0.0)
     if kv_scales is not None:
-        scale_log2 *= tl.load(kv_scales) * UNIT
+        scale_log2 *= tl.load(kv_scales + kv_head) * UNIT
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -182,7 +182,7 @@ def _split_kernel(
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     if kv_scales is not None:
-        acc *= tl.load(kv_scales + 1) * UNIT
+        acc *= tl.load(kv_scales + tl.num_programs(1) + kv_head) * UNIT
     # What a single split finds is the result; there is nothing to join.
     if num_splits <= 1:
         out_at = out + seq * stride_out_seq + heads[:, None] * stride_out_head + dims[None, :]

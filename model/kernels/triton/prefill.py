@@ -169,7 +169,7 @@ def _prefill_kernel(
     is_q = is_row[:, None] & is_dim[None, :]
     q_tile = tl.load(q_at, mask=is_q, other=0.0)
     if kv_scales is not None:
-        scale_log2 *= tl.load(kv_scales) * UNIT
+        scale_log2 *= tl.load(kv_scales + kv_head) * UNIT
 
     # A negative context belongs to a padding sequence, whose loop below is empty.
     context = seq_len - num_queries
@@ -220,7 +220,7 @@ def _prefill_kernel(
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     if kv_scales is not None:
-        acc *= tl.load(kv_scales + 1) * UNIT
+        acc *= tl.load(kv_scales + tl.num_programs(1) + kv_head) * UNIT
     out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
     tl.store(out_at + dims[None, :], acc.to(out.dtype.element_ty), mask=is_q)
 

@@ -125,7 +125,8 @@ def _rope_kernel(
             _clear(v_block, is_kept, stride_vc_token, HEAD_DIM, BLOCK_SIZE, BLOCK_B, BLOCK_D)
         k_scale, v_scale = 1.0, 1.0
         if kv_scales is not None:
-            k_scale, v_scale = tl.load(kv_scales), tl.load(kv_scales + 1)
+            kv_scales += kv_head
+            k_scale, v_scale = tl.load(kv_scales), tl.load(kv_scales + tl.num_programs(1))
         values = tl.load(v + dims, mask=is_dim, other=0.0)
         _store(v_block + offset * stride_vc_token + dims, values, v_scale, is_dim)
         k_at = k_block + offset * stride_kc_token + halves

@@ -334,6 +334,50 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
     assert names == {"rank_0_0", "rank_1_0", "rank_0_1", "rank_1_1"}
 
 
+@pytest.mark.feature("R15")
+def test_ranks_answer_after_a_request_was_cancelled_that_asked_while_they_were_made(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    """Ray cancels, with a request, the calls that it made and that were not sent yet."""
+    import ray
+
+    from cluster.actors.rank_actor import RANK_OPTIONS
+
+    may_be_made = tmp_path / "may_be_made"
+
+    class Late:
+        def __init__(self) -> None:
+            while not may_be_made.exists():
+                time.sleep(0.01)
+
+        def debug(self) -> str:
+            return "answered"
+
+    class Asking:
+        def __init__(self) -> None:
+            self.rank = ray.remote(num_cpus=0, **RANK_OPTIONS)(Late).remote()
+            self.num_asked = 0
+
+        async def ask(self) -> str:
+            self.num_asked += 1
+            answer = self.rank.debug.options(concurrency_group="ctl").remote()
+            return str(await answer)
+
+        async def has_asked(self) -> None:
+            while not self.num_asked:
+                await asyncio.sleep(0.01)
+
+    asking = ray.remote(num_cpus=0)(Asking).remote()
+    asked = asking.ask.remote()
+    ray.get(asking.has_asked.remote())
+    ray.cancel(asked)
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(asked)
+    time.sleep(1)  # Ray tells nobody when it has cancelled the call, too
+    may_be_made.touch()
+    assert ray.get(asking.ask.remote(), timeout=600) == "answered"
+
+
 @pytest.mark.feature("P19")
 def test_without_lockstep_each_leader_steps_for_itself(running_group: Any, oracle: Any) -> None:
     prompts = prompts_for(oracle, 5)[:3]

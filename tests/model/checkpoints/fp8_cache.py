@@ -11,8 +11,12 @@ from transformers import DynamicCache
 LARGEST = 448.0
 
 
-def held(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return what x is once it has been through a cache."""
+Scale = float | torch.Tensor
+"""Of all heads, or of each: [H, 1, 1]."""
+
+
+def held(x: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """Return what x is once it has been through a cache. x: [S, H, T, D]"""
     scaled = torch.clamp(x / scale, -LARGEST, LARGEST)
     return scaled.to(torch.float8_e4m3fn).to(x.dtype) * scale
 
@@ -20,7 +24,7 @@ def held(x: torch.Tensor, scale: float) -> torch.Tensor:
 class Fp8Cache(DynamicCache):
     """Has scales of keys and of values by layer, 1 where none are given."""
 
-    def __init__(self, scales: Mapping[int, tuple[float, float]] | None = None) -> None:
+    def __init__(self, scales: Mapping[int, tuple[Scale, Scale]] | None = None) -> None:
         super().__init__()
         self.scales = scales or {}
 

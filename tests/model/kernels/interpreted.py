@@ -88,14 +88,15 @@ class Shape:
     ) -> None:
         self.rng = rng
         self.dtype = rng.choice(dtypes)
-        self.num_kv_heads, self.group = rng.randint(1, 3), rng.randint(1, 8)
+        self.num_kv_heads, self.group = rng.randint(1 + has_fp8, 3), rng.randint(1, 8)
         self.num_heads = self.num_kv_heads * self.group
         self.head_dim, self.block_size = rng.choice(HEAD_DIMS), rng.choice([1, 4, 5, 16])
         self.scale = self.head_dim**-0.5
         self.window = rng.choice([None, None, 1, 3, 17, 64, 1000])
         self.kv_scales = None
         if has_fp8:
-            self.kv_scales = torch.tensor([rng.choice([1.0, 0.013, 0.7]) for _ in range(2)])
+            drawn = torch.tensor([[rng.choice([1.0, 0.013, 0.7])] for _ in range(2)])
+            self.kv_scales = drawn * torch.arange(1, self.num_kv_heads + 1)
         held = FP8 if has_fp8 else self.dtype
         spec = KVCacheSpec(2, self.num_kv_heads, self.head_dim, self.block_size, held)
         self.pool = spec.allocate(1200 // self.block_size, CPU)

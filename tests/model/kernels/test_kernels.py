@@ -107,7 +107,9 @@ class Case:
         has_fp8: bool = False,
     ) -> None:
         held = FP8 if has_fp8 else dtype
-        self.kv_scales = torch.tensor([0.02, 0.3]) if has_fp8 else None
+        self.kv_scales = None
+        if has_fp8:
+            self.kv_scales = torch.tensor([[0.02], [0.3]]) * torch.arange(1, kv_heads + 1)
         counts = [-(-length // block_size) for length in lengths]
         order = (torch.randperm(sum(counts) + 3) + 1).int()
         pool = torch.full((len(order) + 1, 3, 2, block_size, kv_heads, dim), torch.nan).to(held)
@@ -124,9 +126,9 @@ class Case:
             new = torch.randn(2, length, kv_heads, dim).to(dtype)
             written = new
             if self.kv_scales is not None:
-                by_row = self.kv_scales.view(2, 1, 1, 1)
-                written = paged_attention.quantize_kv(new, by_row)
-                new = (written.float() * by_row).to(dtype)
+                by_head = self.kv_scales.unsqueeze(1)
+                written = paged_attention.quantize_kv(new, by_head)
+                new = (written.float() * by_head.unsqueeze(-1)).to(dtype)
             self.k[blocks, slots], self.v[blocks, slots] = written
             self.sequences.append(new)
         self.is_decode = queries is None
@@ -380,7 +382,8 @@ def test_fp8_attention_errs_by_no_more_than_its_cache_rounds(
         case = Case([length], None if is_decode else queries, dim=64, dtype=dtype)
         exact = case.attend()
         k, v = case.k.clone(), case.v.clone()
-        case.kv_scales = torch.tensor([float(t.nan_to_num(0.0).abs().max()) / 448 for t in (k, v)])
+        of_both = [t.nan_to_num(0.0).float().abs().amax((0, 1, 3)) / 448 for t in (k, v)]
+        case.kv_scales = torch.stack(of_both)
         case.k, case.v = (
             paged_attention.quantize_kv(t, s) for t, s in zip((k, v), case.kv_scales, strict=True)
         )
@@ -388,7 +391,7 @@ def test_fp8_attention_errs_by_no_more_than_its_cache_rounds(
         error = (case.attend() - exact).float()[:rows]
         size = exact.float()[:rows].pow(2).mean().sqrt()
         assert error.pow(2).mean().sqrt() < 0.05 * size
-        assert error.abs().max() < 0.25 * size
+        assert error.abs().max() < 0.3 * size
         assert error.abs().max() > 1e-3 * size, "nothing was rounded"
 
 
@@ -533,7 +536,8 @@ def check_rope(
     pools[:, 0] = 0.0
     kv_scales = None
     if has_fp8:
-        pools, kv_scales = pools.to(FP8), torch.tensor([0.013, 0.7])
+        pools = pools.to(FP8)
+        kv_scales = torch.tensor([[0.013], [0.7]]) * torch.arange(1, heads[1] + 1)
     where = (torch.tensor(slots).long(), kv_scales)
     found, wanted = (
         kernels.rope_and_write_kv(*new, pool[:, 1, 0], pool[:, 1, 1], *where)
@@ -543,7 +547,7 @@ def check_rope(
     assert found.is_contiguous()
     torch.testing.assert_close(found, wanted, atol=8 * tolerance, rtol=tolerance)
     if kv_scales is not None:
-        pools = pools.float() * kv_scales.view(2, 1, 1, 1)
+        pools = pools.float() * kv_scales.view(2, 1, -1, 1)
         # A difference may tip a key over to the next number: of three bits, or of 2^-9.
         tolerance = max(tolerance, 0.126)
     torch.testing.assert_close(pools[0], pools[1], atol=8 * ROPE_TOLERANCE[dtype], rtol=tolerance)
@@ -592,7 +596,7 @@ def check_e4m3(dtype: torch.dtype) -> None:
     slots, k = torch.arange(len(v)) + 16, torch.zeros_like(v)
     angles = (torch.ones(len(v), 1, 32, dtype=dtype), torch.zeros(len(v), 1, 32, dtype=dtype))
     pools = torch.zeros(2, len(v) // 16 + 2, 2, 16, 1, 64, dtype=FP8)
-    scales = torch.tensor([1.0, 0.7])
+    scales = torch.tensor([[1.0], [0.7]])
     for pool, kernels in zip(pools, (cpu, paged_attention), strict=True):
         kernels.rope_and_write_kv(k, k, v, *angles, pool[:, 0], pool[:, 1], slots, scales)
     found, wanted = pools.view(torch.uint8)
@@ -600,7 +604,7 @@ def check_e4m3(dtype: torch.dtype) -> None:
     # A sequence of one token sees that one's value alone.
     v_cache, out = codes.view(4, 1, 1, 64), torch.zeros(4, 1, 64, dtype=dtype)
     where = (torch.arange(4, dtype=torch.int32)[:, None], torch.ones(4, dtype=torch.int32))
-    scales = torch.tensor([1.0, 0.5])
+    scales = torch.tensor([[1.0], [0.5]])
     cpu.paged_decode(out, torch.zeros_like(v_cache), v_cache, *where, 1.0, out, None, scales)
     read = codes.view(4, 1, 64).to(dtype) / 2
     torch.testing.assert_close(out, read, atol=0, rtol=0, equal_nan=True)

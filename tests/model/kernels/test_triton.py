@@ -23,7 +23,7 @@ ROOT = SCRIPT.parents[3]
 
 NUM_SHAPES = {
     "decode": 5,
-    "decode_e4m3": 2,
+    "decode_e4m3": 4,
     "decode_splits": 1,
     "e4m3": 1,
     "prefill": 5,

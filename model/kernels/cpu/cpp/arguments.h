@@ -15,8 +15,13 @@ struct Tensor {
   const int64_t *shape, *stride;
 };
 
+// What the numbers of a cache of e4m3 are multiplied by, of each KV head; of others there are none.
 struct Scales {
-  float keys, values;
+  const float *keys, *values;
+
+  float key(int64_t head) const { return keys ? keys[head] : 1; }
+  float value(int64_t head) const { return values ? values[head] : 1; }
+  Scales from(int64_t head) const { return keys ? Scales{keys + head, values + head} : *this; }
 };
 
 // Tensors are taken in the order in which Python passes them.
@@ -37,12 +42,12 @@ class Arguments {
     return found;
   }
 
-  // What the numbers of a cache of C are multiplied by, keys and values.
+  // Of a cache of C: [2, Hkv], of keys and of values.
   template <class C>
   Scales scales() {
-    if constexpr (!std::is_same_v<C, fp8>) return {1, 1};
-    const float* found = next<const float>().data;
-    return {found[0], found[1]};
+    if constexpr (!std::is_same_v<C, fp8>) return {nullptr, nullptr};
+    const auto found = next<const float>();
+    return {found.data, found.data + found.stride[0]};
   }
 
  private:

@@ -145,7 +145,7 @@ void attend(const T* q, const Paged<C>& cache, const int32_t* table, int64_t sta
   for (int64_t g = 0; g < num_heads; g++) {
     widen<T, VECTORS>(q + g * q_stride, dim, heads[g].q);
     for (int i = 0; i < VECTORS; i++) {
-      heads[g].q[i] *= scale * cache.scales.keys;
+      heads[g].q[i] *= scale * cache.scales.key(g / group);
       heads[g].attended[i] = f32v{};
     }
     heads[g].top = -FLT_MAX;
@@ -172,7 +172,7 @@ void attend(const T* q, const Paged<C>& cache, const int32_t* table, int64_t sta
                   [&](int64_t i, Head<VECTORS>& head) { add<VECTORS>(rows, head.p[i], head); });
   }
   for (int64_t g = 0; g < num_heads; g++) {
-    const float rest = length > 0 ? cache.scales.values / heads[g].weight : 0;
+    const float rest = length > 0 ? cache.scales.value(g / group) / heads[g].weight : 0;
     T* row = out + g * out_stride;
     for (int64_t i = 0, d = 0; d < dim; i++, d += LANES) {
       const f32v attended = heads[g].attended[i] * rest;
@@ -219,7 +219,7 @@ void decode(const Decode<T, C>& call, int64_t threads, int64_t window, float sca
       const int64_t start = window > 0 && length > window ? length - window : 0;
       const int64_t skipped = kv_head * k.stride[2];
       const Paged<C> cache{k.data + skipped, call.v.data + skipped, k.stride[0], k.stride[1],
-                           k.stride[2],      k.shape[1],            call.scales};
+                           k.stride[2],      k.shape[1],            call.scales.from(kv_head)};
       attend<T, C, VECTORS>(q.data + seq * q.stride[0] + kv_head * group * q.stride[1], cache,
                             call.table.data + seq * call.table.stride[0], start, length, at_once,
                             dim, scale,

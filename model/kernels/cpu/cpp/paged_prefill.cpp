@@ -101,7 +101,8 @@ struct Prefill {
   T* out;
   int64_t kv_heads, group, dim, block_stride, slot_stride, head_stride, block_size;
   int64_t q_token, q_head, out_token, out_head, table_stride, window;
-  float scale, v_scale;
+  float scale;
+  Scales scales;
 
   int64_t stretch() const { return std::max<int64_t>(ITEM_ROWS / group, 1); }
 };
@@ -262,6 +263,7 @@ void attend(const Prefill<T, C>& call, const int32_t* table, int64_t bound, int6
             int64_t stop, int64_t chunk, int64_t length, int64_t kv_head, Scratch<T>& with) {
   const int64_t group = call.group, rows = (stop - start) * group, behind = length - chunk;
   const int64_t panels = (rows + ROWS - 1) / ROWS;
+  const float scale = call.scale * call.scales.key(kv_head), v_scale = call.scales.value(kv_head);
   std::fill(with.queries.begin(), with.queries.end(), 0);
   std::fill(with.attended.begin(), with.attended.end(), 0.0f);
   std::fill(with.tops.begin(), with.tops.end(), -FLT_MAX);
@@ -284,11 +286,11 @@ void attend(const Prefill<T, C>& call, const int32_t* table, int64_t bound, int6
         panel.from[r] = begin(i * ROWS + r) - first;
         panel.to[r] = std::min(end(i * ROWS + r) - first, n);
       }
-      panel.attend(call.scale);
+      panel.attend(scale);
     }
   }
   for (int64_t r = 0; r < rows; r++) {
-    const float weight = fold<plus>(with.weights[r]), rest = weight == 0.0f ? 0 : call.v_scale / weight;
+    const float weight = fold<plus>(with.weights[r]), rest = weight == 0.0f ? 0 : v_scale / weight;
     T* to = call.out + (bound + start + r / group) * call.out_token +
             (kv_head * group + r % group) * call.out_head;
     const float* attended = &with.attended[r * with.columns];
@@ -347,7 +349,7 @@ bool paged_prefill(Arguments given) {
                         q.shape[1] / kv_heads,        dim,              k.stride[0],
                         k.stride[1],   k.stride[2],   k.shape[1],       q.stride[0],
                         q.stride[1],   out.stride[0], out.stride[1],    tables.stride[0],
-                        given.window,  given.scalar * scales.keys,      scales.values},
+                        given.window,  given.scalar,  scales},
           lengths.shape[0], q.shape[0], given.threads);
   return true;
 }

@@ -78,9 +78,9 @@ bool rope_and_write_kv(Arguments given) {
         memset((void*)(values + i * slot_stride), 0, dim * sizeof(C));
       }
       rotate(k.data + t * k.stride[0] + h * k.stride[1], c, s, half, keys + slot * slot_stride,
-             scales.keys);
+             scales.key(h));
       copy(v.data + t * v.stride[0] + h * v.stride[1], dim, values + slot * slot_stride,
-           scales.values);
+           scales.value(h));
     }
   }
   return true;
