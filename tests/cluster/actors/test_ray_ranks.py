@@ -363,19 +363,22 @@ def test_ranks_answer_after_a_request_was_cancelled_that_asked_while_they_were_m
             answer = self.rank.debug.options(concurrency_group="ctl").remote()
             return str(await answer)
 
-        async def has_asked(self) -> None:
-            while not self.num_asked:
+        async def has_asked(self, times: int) -> None:
+            while self.num_asked < times:
                 await asyncio.sleep(0.01)
 
     asking = ray.remote(num_cpus=0)(Asking).remote()
+    first = asking.ask.remote()
+    ray.get(asking.has_asked.remote(1))
     asked = asking.ask.remote()
-    ray.get(asking.has_asked.remote())
+    ray.get(asking.has_asked.remote(2))
     ray.cancel(asked)
     with pytest.raises(ray.exceptions.TaskCancelledError):
         ray.get(asked)
     time.sleep(1)  # Ray tells nobody when it has cancelled the call, too
     may_be_made.touch()
-    assert ray.get(asking.ask.remote(), timeout=600) == "answered"
+    assert ray.get(first) == "answered"
+    assert ray.get(asking.ask.remote()) == "answered"
 
 
 @pytest.mark.feature("P19")
