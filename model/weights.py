@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from compile.errors import FieldError, Words
 from model.config import ModelConfig
 from model.files import check_file, read_json, refused
+from model.kernels.scaled_linear import FIRST_FP8_GPU
 from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.linear import kv_heads_of
@@ -438,7 +439,7 @@ def blank_model(
 def _check_products_on(gpu: torch.device, held: WeightFormat) -> None:
     """Refuse products that a GPU cannot compute, by name."""
     major, minor = torch.cuda.get_device_capability(gpu)
-    if held == "fp8" and (major, minor) < (8, 9):
+    if held == "fp8" and (major, minor) < FIRST_FP8_GPU:
         wanted = "auto on a GPU before sm_89, which does not multiply FP8"
         raise FieldError("quantization", wanted, Words(f"fp8 on sm_{major}{minor}"))
 

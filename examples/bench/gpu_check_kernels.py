@@ -20,6 +20,7 @@ from model.kernels.cpu.packed_linear import scaled_linear as scaled_op
 from model.kernels.dispatch import kernels_for, packed_linear, silu_and_mul
 from model.kernels.filters import filter_top_k_top_p
 from model.kernels.scaled_linear import (
+    FIRST_FP8_GPU,
     BlockScaledWeight,
     ScaledWeight,
     quantize_inputs,
@@ -451,7 +452,7 @@ def part_experts(at: Setting) -> Iterator[Row]:
 
 
 def can_multiply_fp8(device: torch.device) -> bool:
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FIRST_FP8_GPU
 
 
 def part_short_experts(at: Setting) -> Iterator[Row]:

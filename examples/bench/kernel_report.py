@@ -40,7 +40,12 @@ from triton.runtime.jit import JITFunction
 
 from model.kernels.cpu.packed_linear import GPU_TILE_OUTPUTS
 from model.kernels.paged_attention import FP8
-from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
+from model.kernels.scaled_linear import (
+    FIRST_FP8_GPU,
+    BlockScaledWeight,
+    IntegerWeight,
+    ScaledWeight,
+)
 from model.kernels.triton import adapters as triton_adapters
 from model.kernels.triton import all_reduce as triton_all_reduce
 from model.kernels.triton import decode as triton_decode
@@ -76,8 +81,6 @@ BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
 REGISTERS, WARP_REGISTERS, MAX_WARPS = 65_536, 256, 64
 """Of a multiprocessor; what a warp's are rounded up to."""
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
-FIRST_FP8_ARCH = 89
-"""That multiplies FP8."""
 RESERVED_BYTES = 1 << 10
 """Shared memory of a multiprocessor, and what the driver takes of it for each program."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -151,7 +154,7 @@ def cases(
             yield integer_case(num_tokens, 4096, 14336, held, dtype)
         yield fp4_case(num_tokens, 4096, 14336, dtype)
         for matrices in (integer_matrices, fp4_matrices, fp8_matrices):
-            if arch >= FIRST_FP8_ARCH or matrices is not fp8_matrices:
+            if divmod(arch, 10) >= FIRST_FP8_GPU or matrices is not fp8_matrices:
                 yield short_expert_case(num_tokens, 2048, 768, matrices, dtype)
     # DeepSeek-V3's and -V2's routing.
     yield route_case("sigmoid", 256, 8, empty(256, dtype=torch.float32), 8, 4, 2.5)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from compile.custom_op import direct_register_custom_op
+from compile.passes.quantizers import quantize_blocks, quantize_rows
 from model.kernels import cpu, elementwise
 from model.kernels.cpu.packed_linear import short_numbers
 from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight
@@ -39,18 +40,23 @@ def _triton() -> ModuleType:
     return triton
 
 
-def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Register both devices' kernels as one op; return what calls it or the torch function."""
-    on_cpu, reference = getattr(cpu, name), getattr(elementwise, name)
+def _on_gpu(op_name: str, like: Callable[..., Any], name: str) -> Any:
+    """Register a Triton kernel as an op's on a GPU; return the op. like: takes what it takes"""
 
-    @functools.wraps(on_cpu)
+    @functools.wraps(like)
     def on_gpu(*args: Any) -> Any:
         return getattr(_triton(), name)(*args)
 
+    return direct_register_custom_op(op_name, on_gpu, dispatch_key="CUDA")
+
+
+def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Register both devices' kernels as one op; return what calls it or the torch function."""
+    on_cpu, reference = getattr(cpu, name), getattr(elementwise, name)
     direct_register_custom_op(
         name, on_cpu, fake_impl=fake_impl, dispatch_key="CPU", is_composite=True
     )
-    op = direct_register_custom_op(name, on_gpu, dispatch_key="CUDA")
+    op = _on_gpu(name, on_cpu, name)
     return lambda x, *others: (op if uses_ops(x) else reference)(x, *others)
 
 
@@ -72,20 +78,6 @@ def integer_linear(
     return product
 
 
-def quantize_fp8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round inputs of a product with FP8, as `compile.passes` defines it."""
-    rounded: tuple[torch.Tensor, torch.Tensor] = _triton().quantize_rows(x)
-    return rounded
-
-
-def quantize_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round inputs of a product with FP4, as `compile.passes` defines it."""
-    rounded: tuple[torch.Tensor, torch.Tensor] = _triton().quantize_blocks(x, global_scale)
-    return rounded
-
-
 def scaled_linear(
     numbers: torch.Tensor,
     scales: torch.Tensor,
@@ -105,6 +97,7 @@ def scaled_linear(
 
 
 direct_register_custom_op("scaled_linear", scaled_linear, dispatch_key="CUDA")
-direct_register_custom_op("quantize_nvfp4", quantize_nvfp4, dispatch_key="CUDA")
-direct_register_custom_op("quantize_fp8_per_token", quantize_fp8_per_token, dispatch_key="CUDA")
+# What rounds inputs is defined where passes find it.
+_on_gpu("quantize_fp8_per_token", quantize_rows, "quantize_rows")
+_on_gpu("quantize_nvfp4", quantize_blocks, "quantize_blocks")
 packed_linear = direct_register_custom_op("packed_linear", integer_linear, dispatch_key="CUDA")

@@ -8,9 +8,9 @@ sm_89 on, with results in bfloat16, and on a CPU in any dtype, but not in all ve
 the whole weight would lose more to its largest number and save nothing.
 
 FP4 (e2m1, NVFP4) has one for each 16 numbers of either side, in e4m3, and one for all of them. GPUs
-multiply these from sm_100 on.
+multiply these from sm_100 on; on others a Triton kernel does.
 
-Where torch does not multiply, both sides become float32, which rounds alike.
+Where torch does not multiply on a CPU, both sides become float32, which rounds alike.
 
 Shapes: T tokens, I inputs, O outputs, B = I / 16 blocks.
 """
@@ -40,8 +40,8 @@ from model.quantization import Integers
 OUTPUTS_AT_ONCE = 64
 """That become FP8: what they take in float32 is bounded."""
 
-FIRST_FP4_GPU = (10, 0)
-"""The compute capability from which GPUs multiply FP4 numbers in blocks."""
+FIRST_FP8_GPU, FIRST_FP4_GPU = (8, 9), (10, 0)
+"""The compute capabilities from which GPUs multiply FP8 numbers, and FP4 numbers in blocks."""
 FP4_MULTIPLES = (32, 16)
 """Of which inputs and outputs are where they do."""
 
@@ -228,7 +228,7 @@ def multiplies_blocks(device: torch.device) -> bool:
         weight = weight._replace(blocks=in_tiles(scales))
         torch.testing.assert_close(_multiply_blocks(numbers[:3], scales[:3], weight), wanted)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
-        logger.info("FP4 products become float32: %s", str(error).splitlines()[0])
+        logger.info("FP4 numbers are widened: %s", str(error).splitlines()[0])
         return False
     return True
 

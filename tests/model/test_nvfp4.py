@@ -257,7 +257,7 @@ def test_one_line_says_why_products_become_float32(caplog: pytest.LogCaptureFixt
         for _ in range(2):
             PackedWeight(block_scaled(torch.randn(48, 96)))
     assert [record.message for record in caplog.records] == [
-        "FP4 products become float32: no GPU from sm_100 on"
+        "FP4 numbers are widened: no GPU from sm_100 on"
     ]
 
 

@@ -407,7 +407,7 @@ def let_compilers_go_on(start_app: Callable[..., Any]) -> Iterator[Callable[[], 
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.05):
+        while not is_over.wait(0.2):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
                     if process.pid not in stopped and COMPILES in process.cmdline():

@@ -32,8 +32,8 @@ from compile.pieces.shapes import next_pow2
 from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
 from model.kernels.triton.fp4 import fp4_product, over_global_scales
 from model.kernels.triton.integers import integer_product, layout_of
-from model.kernels.triton.rounding import Pairs, quantize_blocks, quantize_rows
-from model.kernels.triton.routing import sort_pairs
+from model.kernels.triton.rounding import quantize_blocks, quantize_rows
+from model.kernels.triton.routing import Pairs, sort_pairs
 from model.kernels.triton.tiles import MIN_DOT
 
 SUM_COLUMNS = 1024
@@ -153,13 +153,8 @@ def _products(
 
 @triton.jit
 def _short_product(
-    x: tl.tensor,
-    row_scales: tl.tensor,
-    stride_x: tl.tensor,
-    weight: tl.tensor,
-    blocks: tl.tensor,
-    column_scales: tl.tensor,
-    input_scale: tl.tensor,
+    of_rows: tl.tensor,
+    of_expert: tl.tensor,
     rows: tl.tensor,
     is_row: tl.tensor,
     columns: tl.tensor,
@@ -167,32 +162,23 @@ def _short_product(
     DTYPE: tl.constexpr,
     INPUTS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the product of rows of x with some outputs of an expert's integers or FP4 numbers."""
+    """Return the product of rows with some outputs of an expert's integers or FP4 numbers.
+
+    of_rows: x, its scales and stride; of_expert: the matrix, its scales of blocks and columns, and
+    that of inputs; TILE: rows, columns and inputs at once
+    """
+    x, row_scales, stride_x = of_rows
+    weight, blocks, column_scales, input_scale = of_expert
     if blocks is None:
         x_at = x + rows * stride_x
         product = integer_product(
-            x_at, weight, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N
+            x_at, weight, is_row, columns, is_column, LAYOUT, TILE[0], TILE[1]
         )
     else:
-        product = fp4_product(
-            x,
-            row_scales,
-            weight,
-            blocks,
-            rows,
-            is_row,
-            columns,
-            is_column,
-            DTYPE,
-            INPUTS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        both = (x, row_scales, weight, blocks)
+        product = fp4_product(both, rows, is_row, columns, is_column, DTYPE, INPUTS, TILE)
         product = over_global_scales(product, column_scales, input_scale, columns, is_column)
     return product
 
@@ -263,46 +249,18 @@ def _up_kernel(
             x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
         )
         gate = _scaled(gate, row_scales, column_scales, tokens, is_row, columns, is_column)
-        columns_up = columns + OUTPUTS
-        up = _scaled(up, row_scales, column_scales, tokens, is_row, columns_up, is_column)
+        others = columns + OUTPUTS
+        up = _scaled(up, row_scales, column_scales, tokens, is_row, others, is_column)
     else:
+        of_rows = (x, row_scales, stride_x)
+        of_expert = (own, blocks, column_scales, input_scales)
+        TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
         gate = _short_product(
-            x,
-            row_scales,
-            stride_x,
-            own,
-            blocks,
-            column_scales,
-            input_scales,
-            tokens,
-            is_row,
-            columns,
-            is_column,
-            dtype,
-            INPUTS,
-            LAYOUT,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
+            of_rows, of_expert, tokens, is_row, columns, is_column, dtype, INPUTS, LAYOUT, TILE
         )
+        others = columns + OUTPUTS
         up = _short_product(
-            x,
-            row_scales,
-            stride_x,
-            own,
-            blocks,
-            column_scales,
-            input_scales,
-            tokens,
-            is_row,
-            columns + OUTPUTS,
-            is_column,
-            dtype,
-            INPUTS,
-            LAYOUT,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
+            of_rows, of_expert, tokens, is_row, others, is_column, dtype, INPUTS, LAYOUT, TILE
         )
 
     # torch rounds both products, and the activation, to the model's dtype.
@@ -360,24 +318,11 @@ def _down_kernel(
         )
         acc = _scaled(acc, row_scales, column_scales, rows, is_row, columns, is_column)
     else:
+        of_rows = (x, row_scales, stride_x)
+        of_expert = (own, blocks, column_scales, input_scales)
+        TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
         acc = _short_product(
-            x,
-            row_scales,
-            stride_x,
-            own,
-            blocks,
-            column_scales,
-            input_scales,
-            rows,
-            is_row,
-            columns,
-            is_column,
-            DTYPE,
-            INPUTS,
-            LAYOUT,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
+            of_rows, of_expert, rows, is_row, columns, is_column, DTYPE, INPUTS, LAYOUT, TILE
         )
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
@@ -459,7 +404,7 @@ def _rounded(
     """Return rows as matrices are multiplied with them, and their scales; for FP4 a row for each
     pair, sorted by expert."""
     if isinstance(matrices, ScaledWeight):
-        return quantize_rows(rows)
+        return quantize_rows(rows, pairs.num_own if is_sorted else None)
     if isinstance(matrices, BlockScaledWeight):
         numbers, scales = quantize_blocks(rows, matrices.input_scale, pairs, is_sorted=is_sorted)
         return numbers, scales.view(torch.uint8)

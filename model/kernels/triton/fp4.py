@@ -12,7 +12,7 @@ import triton.language as tl
 
 from model.kernels.scaled_linear import BlockScaledWeight
 from model.kernels.triton.e4m3 import UNIT, from_e4m3
-from model.kernels.triton.tiles import MIN_DOT
+from model.kernels.triton.tiles import linear_tiles
 
 PER_SCALE = tl.constexpr(8)
 """Bytes of a block."""
@@ -33,31 +33,28 @@ def _wide(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fp4_product(
-    x: tl.tensor,
-    x_blocks: tl.tensor,
-    numbers: tl.tensor,
-    blocks: tl.tensor,
+    both: tl.tensor,
     rows: tl.tensor,
     is_row: tl.tensor,
     columns: tl.tensor,
     is_column: tl.tensor,
     DTYPE: tl.constexpr,
     INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
     """Return the product of some rows with some outputs, float32 [M, N], without global scales. The
     first numbers of bytes make one product, the second ones another.
 
-    x: bytes [T, I / 2]; x_blocks: codes of e4m3 [T, B]; numbers, blocks: of the weight, likewise;
-    rows: int64 [M]; columns: [N]; BLOCK_K: inputs at once
+    both: bytes [T, I / 2] and codes of e4m3 [T, B], and those of the weight; rows: int64 [M];
+    columns: [N]; TILE: M, N and inputs at once
     """
+    x, x_blocks, numbers, blocks = both
+    BLOCK_K: tl.constexpr = TILE[2]
     BYTES: tl.constexpr = INPUTS // 2
     places = tl.arange(0, BLOCK_K // 2)
     of_rows = rows[:, None] * BYTES
     of_columns = columns[None, :].to(tl.int64) * BYTES
-    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    product = tl.zeros([TILE[0], TILE[1]], tl.float32)
     for at in range(0, BYTES, BLOCK_K // 2):
         bytes_at = at + places
         is_x = is_row[:, None] & (bytes_at < BYTES)[None, :]
@@ -107,26 +104,15 @@ def _linear_kernel(
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < num_tokens, columns < OUTPUTS
-    total = fp4_product(
-        x,
-        x_blocks,
-        numbers,
-        blocks,
-        rows,
-        is_row,
-        columns,
-        is_column,
-        out.dtype.element_ty,
-        INPUTS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    both = (x, x_blocks, numbers, blocks)
+    dtype = out.dtype.element_ty
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
+    total = fp4_product(both, rows, is_row, columns, is_column, dtype, INPUTS, TILE)
     total = over_global_scales(total, of_columns, of_inputs, columns, is_column)
     if bias is not None:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    tl.store(out_at, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
 
 def fp4_linear(
@@ -142,11 +128,9 @@ def fp4_linear(
     out = numbers.new_empty(num_tokens, outputs, dtype=dtype)
     if not num_tokens:
         return out
-    is_half = dtype.itemsize <= 2
-    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), 64 if is_half else 32)
-    # Few rows are bound by memory: more programs have more bytes on their way.
-    columns = 128 if rows == 64 else 32
-    _linear_kernel[triton.cdiv(num_tokens, rows), triton.cdiv(outputs, columns)](
+    tiles = linear_tiles(num_tokens, dtype)
+    is_narrow = tiles.rows < 64 and dtype.itemsize <= 2
+    _linear_kernel[triton.cdiv(num_tokens, tiles.rows), triton.cdiv(outputs, tiles.columns)](
         numbers,
         scales.view(torch.uint8),
         weight.numbers,
@@ -158,10 +142,10 @@ def fp4_linear(
         num_tokens,
         INPUTS=inputs,
         OUTPUTS=outputs,
-        BLOCK_M=rows,
-        BLOCK_N=columns,
-        BLOCK_K=32 if rows == 64 or not is_half else 128,
-        num_warps=8 if rows == 64 else 4,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
+        BLOCK_K=128 if is_narrow else 32,
+        num_warps=tiles.num_warps,
         num_stages=3,
     )
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from model.kernels.scaled_linear import IntegerWeight
-from model.kernels.triton.tiles import MIN_DOT
+from model.kernels.triton.tiles import MIN_DOT, linear_tiles
 
 WORDS_AT_ONCE = 32
 
@@ -108,11 +108,9 @@ def integer_linear(
     out = x.new_empty(num_tokens, out_features)
     if not num_tokens:
         return out
-    is_half = x.dtype.itemsize <= 2
-    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), 64 if is_half else 32)
-    # Few rows are bound by memory: more programs have more words on their way.
-    columns = 128 if rows == 64 else 32
-    _linear_kernel[triton.cdiv(num_tokens, rows), triton.cdiv(out_features, columns)](
+    tiles = linear_tiles(num_tokens, x.dtype)
+    grid = triton.cdiv(num_tokens, tiles.rows), triton.cdiv(out_features, tiles.columns)
+    _linear_kernel[grid](
         x,
         weight.tiles,
         bias,
@@ -121,9 +119,9 @@ def integer_linear(
         x.stride(0),
         OUTPUTS=out_features,
         LAYOUT=layout_of(weight),
-        BLOCK_M=rows,
-        BLOCK_N=columns,
-        num_warps=8 if rows == 64 else 4,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
+        num_warps=tiles.num_warps,
         num_stages=3,
     )
     return out

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +10,7 @@ import triton.language as tl
 from compile.formats import FP4_BLOCK
 from compile.passes.quantizers import FP8
 from model.kernels.triton.e4m3 import UNIT, from_e4m3, to_e4m3
+from model.kernels.triton.routing import Pairs
 
 COLUMNS = 2048
 LARGEST = tl.constexpr(448.0)
@@ -29,11 +28,15 @@ def _rows_kernel(
     x: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
+    num_rows: tl.tensor,
     stride_x: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    if num_rows is not None:  # noqa: SIM102 (a kernel without it does not compile the other)
+        if row >= tl.load(num_rows):
+            return
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     num_bad = tl.zeros([BLOCK], tl.int32)
@@ -52,8 +55,11 @@ def _rows_kernel(
         tl.store(numbers + row * SIZE + at + columns, codes, mask=is_column)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `quantizers.quantize_rows` does, of x [..., I]."""
+def quantize_rows(
+    x: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantizers.quantize_rows` does, of x [..., I]; rows from `num_rows` on, int32
+    [1], stay unset."""
     rows = x.reshape(-1, x.shape[-1])
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -62,6 +68,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rows,
             codes,
             scales,
+            num_rows,
             rows.stride(0),
             SIZE=rows.shape[1],
             BLOCK=min(triton.next_power_of_2(rows.shape[1]), COLUMNS),
@@ -85,16 +92,15 @@ def _e2m1(values: tl.tensor, unit: tl.tensor) -> tl.tensor:
     return tl.where(values < 0.0, codes + 8.0, codes).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["num_experts", "first_expert"])
+@triton.jit(do_not_specialize=["first_expert"])
 def _blocks_kernel(
     x: tl.tensor,
     numbers: tl.tensor,
     scales: tl.tensor,
     global_scales: tl.tensor,
     order: tl.tensor,
-    bounds: tl.tensor,
+    num_own: tl.tensor,
     experts: tl.tensor,
-    num_experts: tl.tensor,
     first_expert: tl.tensor,
     stride_x: tl.tensor,
     SIZE: tl.constexpr,
@@ -105,7 +111,7 @@ def _blocks_kernel(
     row = tl.program_id(0).to(tl.int64)
     source = row
     if order is not None:
-        if row >= tl.load(bounds + num_experts):
+        if row >= tl.load(num_own):
             return
         pair = tl.load(order + row)
         global_scales += tl.load(experts + pair) - first_expert
@@ -130,16 +136,6 @@ def _blocks_kernel(
     tl.store(numbers + row * (SIZE // 2) + bytes_at, packed, mask=is_byte)
 
 
-class Pairs(NamedTuple):
-    """Pairs (token, one of its experts), sorted by this rank's experts, as `sort_pairs` does it."""
-
-    order: torch.Tensor
-    bounds: torch.Tensor
-    experts: torch.Tensor
-    """[T, K]"""
-    first_expert: int
-
-
 def quantize_blocks(
     x: torch.Tensor,
     global_scales: torch.Tensor,
@@ -158,7 +154,8 @@ def quantize_blocks(
     if not numbers.numel():
         return numbers, scales.view(FP8)
     blocks = min(triton.next_power_of_2(size // FP4_BLOCK), COLUMNS // FP4_BLOCK)
-    order, bounds, experts, first_expert = pairs or (None, None, None, 0)
+    order, _, experts, first_expert = pairs or (None, None, None, 0)
+    num_own = None if pairs is None else pairs.num_own
     top_k = None if experts is None or is_sorted else experts.shape[1]
     _blocks_kernel[numbers.numel() // (size // 2), triton.cdiv(size, blocks * FP4_BLOCK)](
         rows,
@@ -166,9 +163,8 @@ def quantize_blocks(
         scales,
         global_scales,
         order,
-        bounds,
+        num_own,
         experts,
-        global_scales.numel(),
         first_expert,
         rows.stride(0),
         SIZE=size,

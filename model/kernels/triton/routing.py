@@ -9,6 +9,8 @@ Shapes: T tokens, K experts of a token, P = T * K pairs, X experts of this rank.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -215,6 +217,21 @@ def _sort_kernel(
         tl.store(order + places, pairs.to(tl.int64), mask=is_own != 0)
         start += tl.sum(is_own, 0)
         at += BLOCK
+
+
+class Pairs(NamedTuple):
+    """Pairs (token, one of its experts), sorted by this rank's experts as `sort_pairs` does it."""
+
+    order: torch.Tensor
+    bounds: torch.Tensor
+    experts: torch.Tensor
+    """[T, K]"""
+    first_expert: int
+
+    @property
+    def num_own(self) -> torch.Tensor:
+        """Of this rank's experts, which come first: int32 [1]."""
+        return self.bounds[-1:]
 
 
 def sort_pairs(

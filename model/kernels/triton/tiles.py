@@ -1,4 +1,4 @@
-"""What the attention kernels share: tile sizes and one step of the online softmax."""
+"""Tile sizes of attention and of linear layers, and a step of attention's online softmax."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ class AttentionTiles:
     """Head dim, padded."""
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class LinearTiles:
+    """How much one program of a linear layer of short numbers holds at a time."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def linear_tiles(num_tokens: int, dtype: torch.dtype) -> LinearTiles:
+    """Few rows are bound by memory: more programs have more of the weight on their way."""
+    highest = 64 if dtype.itemsize <= 2 else 32
+    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), highest)
+    return LinearTiles(rows, 128, 8) if rows == 64 else LinearTiles(rows, 32, 4)
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:

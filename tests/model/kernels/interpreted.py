@@ -601,8 +601,12 @@ def check_rounding(rng: random.Random) -> None:
     for place, value in enumerate((0.0, 448.0, torch.nan, torch.inf)):
         x[place:-1, rng.randrange(size)] = value
     x = x.to(rng.choice(list(TOLERANCE)))
-    with NoWaiting():
-        numbers, scales = triton_rounding.quantize_rows(x)
+    num_read = rng.choice([None, 0, max(num_rows - 1, 0)])
+    with NoWaiting(), Scratch():
+        of_rank = None if num_read is None else torch.tensor([num_read]).int()
+        numbers, scales = triton_rounding.quantize_rows(x, of_rank)
+    assert num_read is None or scales[num_read:].isnan().all()
+    x, numbers, scales = (each[:num_read] for each in (x, numbers, scales))
     wanted, wanted_scales = quantizers.quantize_rows(x)
     is_number = wanted_scales.isfinite().squeeze(-1)
     compare(scales[is_number], wanted_scales[is_number], exactly=True)
@@ -624,7 +628,7 @@ def check_rounding_in_blocks(rng: random.Random) -> None:
     pairs = order[: int(bounds[-1])]
     with NoWaiting():
         found = triton_rounding.quantize_blocks(
-            x, scales, triton_rounding.Pairs(order, bounds, experts, 1)
+            x, scales, triton_routing.Pairs(order, bounds, experts, 1)
         )
         alone = triton_rounding.quantize_blocks(x, scales[:1])
     check_blocks(alone, x, scales[:1])

@@ -44,7 +44,7 @@ NUM_SHAPES = {
     "rounding_in_blocks": 6,
     "nvfp4_linear": 5,
     "fp8_experts": 4,
-    "nvfp4_experts": 4,
+    "nvfp4_experts": 2,
     "filters": 4,
     "route": 6,
     "route_in_groups": 8,
@@ -72,7 +72,8 @@ def interpreted(
     others = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 18}
     latent_path, _ = make_checkpoint(family="DeepseekV3", **latents, **experts, **others)
     sparse = {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16}
-    plain_path, _ = make_checkpoint(family="Qwen3Moe", num_experts_per_tok=4, **sparse)
+    sparse |= {"num_hidden_layers": 1, "num_experts_per_tok": 2}
+    plain_path, _ = make_checkpoint(family="Qwen3Moe", **sparse)
     fp4_path, _ = write(plain_path, KINDS["nvfp4"], tmp_path_factory.mktemp("fp4"))
     paths = os.pathsep.join(map(str, (path, latent_path, fp4_path)))
     env = {"PYTHONPATH": str(ROOT), "CHECKPOINTS": paths}
