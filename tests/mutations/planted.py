@@ -930,7 +930,7 @@ MUTATIONS = (
     Mutation(
         "Keys of an FP8 cache are taken without their scale (S09).",
         "model/kernels/cpu/cpp/paged_decode.cpp",
-        {"scale * cache.scales.keys": "scale"},
+        {"scale * cache.scales.key(g / group)": "scale"},
         (KERNELS, FP8_KV),
     ),
     Mutation(
