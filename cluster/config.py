@@ -138,7 +138,7 @@ class EngineConfig:
     """Prompt and output tokens of one sequence together."""
     dtype: str = "float32"
     """float32, bfloat16 or float16: of weights and activations."""
-    quantization: WeightFormat = "auto"
+    quantization: WeightFormat = "none"
     """What linear layers hold; auto: as `dtype`."""
     device: str = "cpu"
     role: Role = Role.MIXED

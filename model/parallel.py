@@ -269,5 +269,5 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     shard: Shard = Shard()
-    quantization: WeightFormat = "auto"
+    quantization: WeightFormat = "none"
     """What linear layers hold."""

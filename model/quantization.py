@@ -1,8 +1,8 @@
 """What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of
 DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them.
 
-What a rank makes of weights, whatever the checkpoint has, is `Integers` or `Float8`. `Float4` is
-what a checkpoint has."""
+What a rank makes of weights, whatever the checkpoint has, is `Integers`. `Float4` is what a
+checkpoint has, and `Float8` either."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from compile.errors import FieldError, Words
-from compile.formats import FP4_BLOCK
+from compile.formats import FP4_BLOCK, FP8_GROUP
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
-WeightFormat = Literal["auto", "int8", "int4", "fp8", "nvfp4"]
-"""What linear layers hold: numbers of the model's dtype, FP8 or FP4 numbers, or integers."""
+WeightFormat = Literal["none", "int8", "int4", "fp8", "nvfp4"]
+"""What linear layers hold: numbers of the model's dtype, integers, FP8 or FP4 numbers."""
 NVFP4 = "nvfp4-pack-quantized"
 MOST_SHARE = 128
 """Inputs of a group of 4-bit integers."""
@@ -51,6 +51,20 @@ class Quantization:
     has_input_scales: bool = False
     """Whether activations are meant to be FP4, too, by a scale that is stored beside a weight."""
 
+    @property
+    def own_format(self) -> WeightFormat:
+        """What linear layers hold if they are to hold what is stored, to the bit, and GPUs multiply
+        that: none where they do not."""
+        if self.layout == NVFP4:
+            return "nvfp4" if self.has_input_scales else "none"
+        return "fp8" if self.is_held_as(Float8()) else "none"
+
+    def is_held_as(self, form: Form | None) -> bool:
+        """Return whether a layer of such a form holds what is stored, to the bit."""
+        if isinstance(form, Float8):
+            return self.layout in ("fp8", "float-quantized") and self.group[1] in (0, FP8_GROUP)
+        return isinstance(form, Float4)
+
     def is_plain(self, module: str) -> bool:
         named = any(f".{name}." in f".{module}." for name in self.plain_names)
         return named or any(re.match(pattern, module) for pattern in self.plain_patterns)
@@ -67,7 +81,10 @@ class Integers:
 
 @dataclass(frozen=True)
 class Float8:
-    """What a weight is held as: e4m3, with a scale for each output. Its inputs are rounded, too."""
+    """What a weight is held as: e4m3, with a scale for each output, or for each 128 inputs of it
+    where its checkpoint has such. Its inputs are rounded, too, with as many scales."""
+
+    is_grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,17 +104,17 @@ def form_for(held: WeightFormat, num_inputs: int, num_outputs: int, *, is_gpu: b
     """Return how a layer of such a size on this rank holds its weight, None as it is read: FP8,
     FP4, 8 bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as
     many of 120, 112 and so on as divide the inputs. A FieldError if it cannot."""
-    if held == "auto":
+    if held == "none":
         return None
     if held == "fp8":
         if is_gpu and (num_inputs % FP8_MULTIPLE or num_outputs % FP8_MULTIPLE):
-            wanted = f"auto where inputs or outputs of layers are no multiple of {FP8_MULTIPLE}"
+            wanted = f"none where inputs or outputs of layers are no multiple of {FP8_MULTIPLE}"
             found = f"fp8, {num_inputs} inputs and {num_outputs} outputs"
             raise FieldError("quantization", wanted, Words(found))
         return Float8()
     if held == "nvfp4":
         if num_inputs % FP4_BLOCK:
-            wanted = f"auto where inputs of layers are no multiple of {FP4_BLOCK} on a rank"
+            wanted = f"none where inputs of layers are no multiple of {FP4_BLOCK} on a rank"
             raise FieldError("quantization", wanted, Words(f"nvfp4 and {num_inputs} inputs"))
         return Float4()
     if held == "int8" or num_inputs <= MOST_SHARE:
@@ -105,7 +122,7 @@ def form_for(held: WeightFormat, num_inputs: int, num_outputs: int, *, is_gpu: b
     for group in range(MOST_SHARE, 0, -8):
         if num_inputs % group == 0:
             return Integers(4, group)
-    wanted = f"auto, fp8 or int8 where layers have over {MOST_SHARE} inputs, and no multiple of 8"
+    wanted = f"none, fp8 or int8 where layers have over {MOST_SHARE} inputs, and no multiple of 8"
     raise FieldError("quantization", wanted, Words(f"int4 and {num_inputs} inputs"))
 
 

@@ -4,8 +4,8 @@ A weight [O, I] is stored as several tensors. An axis of such a tensor runs alon
 inputs of the weight, and each of its elements stands for a span of them: 8 for a word of eight
 4-bit numbers, 128 for the scale of a block. From that follow a tensor's shape, what a rank reads of
 it, and which cuts would split an element; `LAYOUTS` has one row for each kind. Weights are computed
-in float32 when they are read, and the model computes in its own dtype, unless a rank holds FP4
-numbers as they are stored: activations are not quantized otherwise.
+in float32 when they are read, and the model computes in its own dtype, unless a rank holds FP8 or
+FP4 numbers as they are stored: activations are not quantized otherwise.
 
 Shapes: O outputs, I inputs, G groups of inputs that share a scale.
 """
@@ -96,10 +96,21 @@ def _words(cut: Cut) -> Words:
     return Words(f"{_SIDES[cut.dim]} {cut.start} to {cut.stop}")
 
 
+class Held(NamedTuple):
+    """What a layer holds of a part of a weight as it is stored."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """As `fill` of `scaled_linear`'s weights takes them."""
+    largest: torch.Tensor
+    """Of any sign; finite if all numbers are."""
+
+
 class _Layout(NamedTuple):
     parts: Callable[[Quantization], tuple[Part, ...]]
     values: Callable[[Quantization, Parts, Cut, tuple[int, int]], torch.Tensor]
     """Return float32 [O, I] of some outputs of a cut, from these outputs' parts alone."""
+    held: Callable[[Quantization, Parts], Held] | None = None
+    """None: no layer holds what is stored."""
 
 
 def plain_tensor(name: str, sizes: tuple[int, ...]) -> tuple[Stored, ...]:
@@ -156,6 +167,14 @@ def values_of(
     return out
 
 
+def held_of(quantization: Quantization, parts: Parts) -> Held:
+    """Return what is held of a part of a weight, where `Quantization.is_held_as` says that it is,
+    from what was read of each of its tensors."""
+    held = LAYOUTS[quantization.layout].held
+    assert held is not None
+    return held(quantization, parts)
+
+
 def _scaled(q: Quantization) -> tuple[Part, ...]:
     rows, columns = q.group
     axes = (Axis(_OUT, rows), Axis(_IN, columns))
@@ -168,6 +187,14 @@ def _scaled(q: Quantization) -> tuple[Part, ...]:
 def _scaled_values(q: Quantization, parts: Parts, cut: Cut, size: tuple[int, int]) -> torch.Tensor:
     weight, scales = parts.values()
     return weight.float() * _spread(scales.float(), q.group, size)
+
+
+def _held_fp8(q: Quantization, parts: Parts) -> Held:
+    numbers, scales = parts.values()
+    scales = _spread(scales.float(), (q.group[_OUT], 1), (len(numbers), scales.shape[-1]))
+    # Without their sign, codes are as large as what they stand for, and NaN has the largest.
+    largest = (numbers.view(torch.uint8) & 0x7F).amax().view(numbers.dtype).float()
+    return Held((numbers, scales), largest * scales.abs().amax())
 
 
 def _packed(q: Quantization) -> tuple[Part, ...]:
@@ -254,12 +281,18 @@ def _nvfp4(q: Quantization) -> tuple[Part, ...]:
 
 
 def _nvfp4_values(q: Quantization, parts: Parts, cut: Cut, size: tuple[int, int]) -> torch.Tensor:
-    check_global_scales(parts, _GLOBAL_SCALES[:1])
+    _check_global_scales(parts, _GLOBAL_SCALES[:1])
     scales = parts["weight_scale"].float() / parts["weight_global_scale"]
     return fp4_values(parts["weight_packed"])[:, : size[_IN]] * _spread(scales, q.group, size)
 
 
-def check_global_scales(parts: Parts, names: tuple[str, ...] = _GLOBAL_SCALES) -> None:
+def _held_nvfp4(_: Quantization, parts: Parts) -> Held:
+    _check_global_scales(parts, _GLOBAL_SCALES)
+    scales = parts["weight_scale"]
+    return Held(tuple(parts.values()), scales.float().abs().amax())
+
+
+def _check_global_scales(parts: Parts, names: tuple[str, ...]) -> None:
     """Refuse a scale of a whole tensor that is no number above 0."""
     for name in names:
         if not 0 < parts[name] < math.inf:
@@ -267,11 +300,11 @@ def check_global_scales(parts: Parts, names: tuple[str, ...] = _GLOBAL_SCALES) -
 
 
 LAYOUTS = {
-    "float-quantized": _Layout(_scaled, _scaled_values),
+    "float-quantized": _Layout(_scaled, _scaled_values, _held_fp8),
     "int-quantized": _Layout(_scaled, _scaled_values),
-    "fp8": _Layout(_scaled, _scaled_values),
+    "fp8": _Layout(_scaled, _scaled_values, _held_fp8),
     "pack-quantized": _Layout(_packed, _packed_values),
-    NVFP4: _Layout(_nvfp4, _nvfp4_values),
+    NVFP4: _Layout(_nvfp4, _nvfp4_values, _held_nvfp4),
     "gptq": _Layout(_gptq, _gptq_values),
     "awq": _Layout(_awq, _awq_values),
 }

@@ -26,14 +26,14 @@ from model.kernels.scaled_linear import FIRST_FP8_GPU
 from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.linear import kv_heads_of
-from model.layers.slices import WeightSlice
+from model.layers.slices import WeightedLayer, WeightSlice
 from model.parallel import Placement, Shard
-from model.quantization import NVFP4, Float4, Quantization, WeightFormat
+from model.quantization import NVFP4, Quantization, WeightFormat
 from model.stored_weights import (
     FLOATS,
     Cut,
     Stored,
-    check_global_scales,
+    held_of,
     plain_tensor,
     stored_tensors,
     values_of,
@@ -65,7 +65,8 @@ class _Source:
     @property
     def is_kept(self) -> bool:
         """Whether the layer holds these tensors as they are."""
-        return self.quantization is not None and isinstance(self.piece.layer.form, Float4)
+        stored = self.quantization
+        return stored is not None and stored.is_held_as(self.piece.layer.form)
 
 
 @torch.no_grad()
@@ -333,16 +334,16 @@ def _parts(source: _Source, opened: dict[Path, Any]) -> Iterator[tuple[Stored, P
 
 def _read(source: _Source, opened: dict[Path, Any]) -> torch.Tensor:
     """Fill a piece, and return two numbers that are finite if all of it are."""
-    piece = source.piece
-    if not source.is_kept:
+    piece, stored = source.piece, source.quantization
+    if stored is None or not source.is_kept:
         target = piece.target()
         target.copy_(_values(source, opened, target.dtype))
         return torch.stack(target.aminmax())
-    parts = {stored.part.name: tensor for stored, _, tensor in _parts(source, opened)}
+    parts = {tensor.part.name: values for tensor, _, values in _parts(source, opened)}
     with _named(source):
-        check_global_scales(parts)
-    piece.layer.keep(piece.rows, parts)
-    return torch.stack(parts["weight_scale"].float().aminmax()).to(piece.layer.device)
+        held = held_of(stored, parts)
+    piece.layer.keep(piece.rows, stored, held.tensors)
+    return held.largest.expand(2).to(piece.layer.device)
 
 
 def _values(
@@ -390,7 +391,7 @@ def load_model(
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,
     has_fp8_kv: bool = False,
-    quantization: WeightFormat = "auto",
+    quantization: WeightFormat = "none",
     has_mtp: bool = False,
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, in `dtype`, and its configuration; a
@@ -410,7 +411,7 @@ def blank_model(
     *,
     shard: Shard = ALONE,
     dtype: torch.dtype,
-    quantization: WeightFormat = "auto",
+    quantization: WeightFormat = "none",
 ) -> tuple[CausalLM, ModelConfig]:
     """Return the model that `load_model` returns on a CPU, without values: to be traced, not run.
     It takes memory for its largest parameter and no more."""
@@ -418,13 +419,14 @@ def blank_model(
     model, config = _described_model(checkpoint_dir, place)
     files = _tensor_files(Path(checkpoint_dir))
     slices = model.weight_slices(files.keys())
-    is_kept = {}
+    kept: dict[tuple[WeightedLayer, str], Quantization | None] = {}
     for piece in slices:
-        is_stored = _quantization_of(piece, config.quantization) is not None
-        is_kept[piece.home] = is_stored and isinstance(piece.layer.form, Float4)
-    for (layer, name), is_stored in is_kept.items():
-        if is_stored:
-            layer.allocate_kept()
+        stored = _quantization_of(piece, config.quantization)
+        is_kept = stored is not None and stored.is_held_as(piece.layer.form)
+        kept[piece.home] = stored if is_kept else None
+    for (layer, name), stored in kept.items():
+        if stored is not None:
+            layer.allocate_kept(stored)
         else:
             # Packing looks where each element goes, and could not tell zeros apart.
             layer.allocate(name).random_(-127, 128)
@@ -440,7 +442,7 @@ def _check_products_on(gpu: torch.device, held: WeightFormat) -> None:
     """Refuse products that a GPU cannot compute, by name."""
     major, minor = torch.cuda.get_device_capability(gpu)
     if held == "fp8" and (major, minor) < FIRST_FP8_GPU:
-        wanted = "auto on a GPU before sm_89, which does not multiply FP8"
+        wanted = "none on a GPU before sm_89, which does not multiply FP8"
         raise FieldError("quantization", wanted, Words(f"fp8 on sm_{major}{minor}"))
 
 
@@ -456,16 +458,16 @@ def _described_model(
             checkpoint_dir,
         )
         config = replace(config, tie_word_embeddings=False)
-    if config.quantization and place.quantization != "nvfp4":
-        layout, name = config.quantization.layout, str(place.dtype).removeprefix("torch.")
-        log.info("weights that are stored as %s are computed in %s", layout, name)
+    stored = config.quantization
+    if stored and place.quantization != stored.own_format:
+        name = str(place.dtype).removeprefix("torch.")
+        log.info("weights that are stored as %s are computed in %s", stored.layout, name)
     if place.quantization in ("fp8", "nvfp4") and place.device.type == "cuda":
         _check_products_on(place.device, place.quantization)
-    stored = config.quantization
     if place.quantization == "nvfp4" and not (stored and stored.has_input_scales):
-        wanted = f"auto where no input_global_scale is stored: it takes {NVFP4} with activations"
+        wanted = f"none where no input_global_scale is stored: it takes {NVFP4} with activations"
         raise FieldError("quantization", wanted, "nvfp4")
-    if place.quantization != "auto":
+    if place.quantization != "none":
         log.info("weights of linear layers are held as %s", place.quantization)
     # A configuration that is not its checkpoint's may describe a model larger than memory, so the
     # model takes none until its tensors have been compared.

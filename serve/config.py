@@ -31,6 +31,7 @@ from compile.errors import FieldError, Words
 from compile.resolve import PRESETS, resolve
 from model.config import KV_AXES, ModelConfig, fingerprint
 from model.lora_config import LoraConfig
+from model.quantization import WeightFormat
 from serve.arguments import (
     POOLS,
     SECRETS,
@@ -298,11 +299,12 @@ def _resolved(
         raise FieldError("kv_cache_dtype", wanted, args.kv_cache_dtype)
     lora_modules = _lora_modules(args)
     max_loras = _max_loras(args, len(lora_modules))
+    dtype = model.dtype if args.dtype == "auto" else args.dtype
     engine = EngineConfig(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
-        dtype=model.dtype if args.dtype == "auto" else args.dtype,
-        quantization=args.quantization,
+        dtype=dtype,
+        quantization=_held_weights(args, model, device, dtype),
         device=device,
         role=Role(name),
         parallel=parallel,
@@ -467,6 +469,16 @@ def _adapter_names(engine: EngineConfig, model_names: tuple[str, ...]) -> tuple[
     return names
 
 
+def _held_weights(args: DeployArgs, model: ModelConfig, device: str, dtype: str) -> WeightFormat:
+    if args.quantization != "auto":
+        return args.quantization
+    if model.quantization is None or device != "cuda":
+        return "none"
+    held = model.quantization.own_format
+    # A GPU's products of FP8 are bfloat16.
+    return "none" if held == "fp8" and dtype != "bfloat16" else held
+
+
 def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
     limit = model.longest_context
     if args.max_model_len is None:
@@ -525,15 +537,15 @@ def _numerics_hash(content: bytes, pools: tuple[PoolConfig, ...]) -> str:
         repr([fields[name] for name in (*KEYED_FIELDS, "compiler")])
         for fields in (pool.engine.compilation.to_dict() for pool in pools)
     }
-    dtypes = (engine.dtype, engine.kv_dtype, _held_weights(engine))
+    dtypes = (engine.dtype, engine.kv_dtype, _weights_of_ranks(engine))
     facts = (engine.device, dtypes, engine.max_model_len, sorted(compilations))
     return _digest(content, NUMERICS_VERSION, *facts)
 
 
-def _held_weights(engine: EngineConfig) -> str:
+def _weights_of_ranks(engine: EngineConfig) -> str:
     """Integers and FP8 numbers of a layer whose inputs are split follow from a rank's part; FP4
     ones are the checkpoint's."""
-    if engine.quantization in ("auto", "nvfp4"):
+    if engine.quantization in ("none", "nvfp4"):
         return engine.quantization
     return f"{engine.quantization} on {engine.parallel.tensor_parallel_size}"
 

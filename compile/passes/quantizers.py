@@ -1,7 +1,7 @@
 """What makes short numbers of a product's inputs, as ops that passes know, each a row of a table.
 
 They are registered here with torch functions, so graphs that passes have rewritten run anywhere.
-Shapes: T tokens, I inputs, B = I / 16 blocks.
+Shapes: T tokens, I inputs, B = I / 16 blocks, G groups of 128 inputs, the last one of what is left.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from compile.custom_op import LIBRARY, direct_register_custom_op
-from compile.formats import FP4_BLOCK
+from compile.formats import FP4_BLOCK, FP8_GROUP
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
@@ -40,6 +41,26 @@ def _fp8_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 quantize_fp8_per_token = direct_register_custom_op(
     "quantize_fp8_per_token", quantize_rows, fake_impl=_fp8_results
+)
+
+
+def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `quantize_rows` does with each 128 numbers of a row. x: [..., I]. Returns e4m3
+    [..., I] and float32 [..., G]."""
+    size = x.shape[-1]
+    groups = F.pad(x, (0, -size % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
+    numbers, scales = quantize_rows(groups)
+    return numbers.flatten(-2)[..., :size].contiguous(), scales.squeeze(-1)
+
+
+def _group_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    *rows, inputs = x.shape
+    scales = x.new_empty((*rows, -(-inputs // FP8_GROUP)), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=FP8), scales
+
+
+quantize_fp8_per_token_group = direct_register_custom_op(
+    "quantize_fp8_per_token_group", quantize_groups, fake_impl=_group_results
 )
 
 
@@ -101,5 +122,6 @@ class Quantizer(NamedTuple):
 
 QUANTIZERS = (
     Quantizer("fp8", quantize_fp8_per_token, quantize_rows, _fp8_results),
+    Quantizer("fp8_group", quantize_fp8_per_token_group, quantize_groups, _group_results),
     Quantizer("nvfp4", quantize_nvfp4, quantize_blocks, _nvfp4_results, ("global_scale",)),
 )

@@ -68,7 +68,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "short_experts": (KERNELS, 180.0),
         "adapters": (KERNELS, 120.0),
         "integers": (KERNELS, 120.0),
-        "fp4": (KERNELS, 120.0),
+        "scaled_linear": (KERNELS, 120.0),
         "rope": (KERNELS, 120.0),
         "elementwise": (KERNELS, 120.0),
         "transfer": (KERNELS, 120.0),

@@ -13,7 +13,7 @@ import torch
 from gpu_check_rows import Row, Setting, attempts, error_of
 
 from cluster.kv.transport.store import BlockStore
-from compile.passes.quantizers import quantize_blocks
+from compile.passes.quantizers import quantize_blocks, quantize_groups
 from model.kernels import adapters, paged_attention, sparse_mlp
 from model.kernels.cpu.packed_linear import PackedWeight
 from model.kernels.cpu.packed_linear import scaled_linear as scaled_op
@@ -465,7 +465,7 @@ def part_short_experts(at: Setting) -> Iterator[Row]:
     of_one = torch.full((1,), 100.0, device=at.device)
     cases = [
         (f"{held}, {name}", num_tokens, held)
-        for held in (["fp8"] if can_multiply_fp8(at.device) else []) + ["nvfp4"]
+        for held in (["fp8", "fp8 by group"] if can_multiply_fp8(at.device) else []) + ["nvfp4"]
         for name, num_tokens in (
             ("one token", 1),
             ("decodes", at.pick(64, 4)),
@@ -476,6 +476,8 @@ def part_short_experts(at: Setting) -> Iterator[Row]:
     def numbers_of(matrices: torch.Tensor, held: str) -> ScaledWeight | BlockScaledWeight:
         if held == "fp8":
             return scaled_weight(matrices)
+        if held == "fp8 by group":
+            return grouped_weight(matrices)
         scales = of_one.expand(num_experts, 1, matrices.shape[1])
         numbers = quantize_blocks(matrices, of_one)
         return BlockScaledWeight(*numbers, scales.contiguous(), of_one.expand(num_experts, 1))
@@ -492,7 +494,7 @@ def part_short_experts(at: Setting) -> Iterator[Row]:
 
             def product(rows: torch.Tensor, expert: int) -> torch.Tensor:
                 weight = type(matrices)(*(each[expert].cpu() for each in matrices))
-                rounded = quantize_inputs(rows, weight.input_scale)
+                rounded = quantize_inputs(rows, weight.form, weight.input_scale)
                 return scaled_linear(*rounded, weight, None, rows.dtype)
 
             return product
@@ -556,32 +558,45 @@ def part_integers(at: Setting) -> Iterator[Row]:
     yield from attempts(product, cases)
 
 
-def part_fp4(at: Setting) -> Iterator[Row]:
-    """Linear layers of FP4 numbers, inputs rounded before: one token, decodes, a prompt."""
-    inputs, outputs = at.pick(4096, 96), at.pick(14336, 80)
+def grouped_weight(matrices: torch.Tensor) -> ScaledWeight:
+    numbers, scales = quantize_groups(matrices)
+    return ScaledWeight(numbers, scales.mT.contiguous())
+
+
+def part_scaled_linear(at: Setting) -> Iterator[Row]:
+    """Linear layers of FP4 numbers, and of FP8 ones with several scales for an output, whose inputs
+    are rounded before: one token, decodes, a prompt."""
+    inputs, outputs = at.pick(4096, 144), at.pick(14336, 80)
     weight, scale = at.randn(outputs, inputs), torch.full((1,), 100.0, device=at.device)
     of_outputs = scale.expand(1, outputs).contiguous()
-    held = BlockScaledWeight(*quantize_blocks(weight, scale), of_outputs, scale)
-    on_cpu = BlockScaledWeight(*(tensor.cpu() for tensor in held))
-    packed = PackedWeight(held)
+    weights: dict[str, BlockScaledWeight | ScaledWeight] = {
+        "fp4": BlockScaledWeight(*quantize_blocks(weight, scale), of_outputs, scale)
+    }
+    if can_multiply_fp8(at.device):
+        weights["fp8"] = grouped_weight(weight)
     cases = [
-        ("one token", 1),
-        ("decodes", at.pick(64, 4)),
-        ("prompt", at.pick(4096, 70)),
+        (f"{kind}, {name}", num_tokens, held)
+        for kind, held in weights.items()
+        for name, num_tokens in (
+            ("one token", 1),
+            ("decodes", at.pick(64, 4)),
+            ("prompt", at.pick(4096, 70)),
+        )
     ]
 
-    def product(name: str, num_tokens: int) -> Row:
-        x = at.randn(num_tokens, inputs)
-        rounded = quantize_blocks(x.cpu(), scale.cpu())
+    def product(name: str, num_tokens: int, held: BlockScaledWeight | ScaledWeight) -> Row:
+        x, packed = at.randn(num_tokens, inputs), PackedWeight(held)
+        on_cpu = type(held)(*(tensor.cpu() for tensor in held))
+        rounded = quantize_inputs(x.cpu(), on_cpu.form, on_cpu.input_scale)
         wanted = scaled_linear(*rounded, on_cpu, None, torch.float32).to(at.device)
 
         def call() -> torch.Tensor:
-            numbers = quantize_inputs(x, scale)
+            numbers = quantize_inputs(x, held.form, held.input_scale)
             found: torch.Tensor = scaled_op(*numbers, packed.handle, None, outputs, x.dtype)
             return found
 
         return Row(
-            f"fp4, {name}: {num_tokens} x {inputs} x {outputs}",
+            f"{name}: {num_tokens} x {inputs} x {outputs}",
             error=error_of(call(), wanted),
             limit=2e-2,
             is_replayed=True,

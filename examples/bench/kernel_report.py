@@ -38,6 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from compile.formats import FP8_GROUP
 from model.kernels.cpu.packed_linear import GPU_TILE_OUTPUTS
 from model.kernels.paged_attention import FP8
 from model.kernels.scaled_linear import (
@@ -53,6 +54,7 @@ from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
 from model.kernels.triton import fp4 as triton_fp4
+from model.kernels.triton import fp8 as triton_fp8
 from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
@@ -70,6 +72,7 @@ KERNEL_MODULES = (
     triton_elementwise,
     triton_filters,
     triton_fp4,
+    triton_fp8,
     triton_integers,
     triton_latent,
     triton_prefill,
@@ -142,6 +145,7 @@ def cases(
     x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
     yield "E4096", lambda: triton_elementwise.rms_norm(x, weight, 1e-5)
     yield "E4096 fp8", lambda: triton_rounding.quantize_rows(x)
+    yield "E4096 fp8 by group", lambda: triton_rounding.quantize_groups(x)
     yield "E4096 residual", lambda: triton_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
     for num_ranks, hidden, held in ((2, 4096, dtype), (8, 8192, dtype), (3, 100, torch.float32)):
         yield all_reduce_case(num_ranks, hidden, held)
@@ -153,9 +157,12 @@ def cases(
         for held in (Integers(4, 128), Integers(8, 4096)):
             yield integer_case(num_tokens, 4096, 14336, held, dtype)
         yield fp4_case(num_tokens, 4096, 14336, dtype)
-        for matrices in (integer_matrices, fp4_matrices, fp8_matrices):
-            if divmod(arch, 10) >= FIRST_FP8_GPU or matrices is not fp8_matrices:
-                yield short_expert_case(num_tokens, 2048, 768, matrices, dtype)
+        held_as = [integer_matrices, fp4_matrices]
+        if divmod(arch, 10) >= FIRST_FP8_GPU:
+            held_as += [fp8_matrices, grouped_fp8_matrices]
+            yield fp8_case(num_tokens, 4096, 14336, dtype)
+        for matrices in held_as:
+            yield short_expert_case(num_tokens, 2048, 768, matrices, dtype)
     # DeepSeek-V3's and -V2's routing.
     yield route_case("sigmoid", 256, 8, empty(256, dtype=torch.float32), 8, 4, 2.5)
     yield route_case("softmax", 160, 6, None, 8, 3, 16.0)
@@ -223,6 +230,19 @@ def fp4_case(
     return f"T{num_tokens} I{inputs} fp4", call
 
 
+def fp8_case(
+    num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a product with FP8 numbers that have several scales for an output."""
+    x = empty(num_tokens, inputs, dtype=FP8)
+    scales, of_columns = (empty(*size, dtype=torch.float32) for size in ((num_tokens, 32), (32, 1)))
+    weight = ScaledWeight(empty(outputs, inputs, dtype=FP8), of_columns.expand(32, outputs))
+    return (
+        f"T{num_tokens} I{inputs} fp8",
+        lambda: triton_fp8.fp8_linear(x, scales, weight, None, dtype),
+    )
+
+
 def short_expert_case(
     num_tokens: int,
     hidden: int,
@@ -234,7 +254,7 @@ def short_expert_case(
     x, weights = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, 8, dtype=torch.float32)
     args = (x, empty(num_tokens, 8, dtype=torch.int64), weights)
     both = (matrices(2 * size, hidden), matrices(hidden, size))
-    name = f"T{num_tokens} {matrices.__name__.partition('_')[0]}"
+    name = f"T{num_tokens} {matrices.__name__.removesuffix('_matrices')}"
     return name, lambda: triton_experts.expert_mlp(*args, *both, 0)
 
 
@@ -243,9 +263,13 @@ def integer_matrices(outputs: int, inputs: int) -> Matrices:
     return IntegerWeight(empty(*size, dtype=torch.int32), Integers(4, 128))
 
 
-def fp8_matrices(outputs: int, inputs: int) -> Matrices:
-    scales = empty(128, 1, outputs, dtype=torch.float32)
+def fp8_matrices(outputs: int, inputs: int, num_groups: int = 1) -> Matrices:
+    scales = empty(128, num_groups, outputs, dtype=torch.float32)
     return ScaledWeight(empty(128, outputs, inputs, dtype=FP8), scales)
+
+
+def grouped_fp8_matrices(outputs: int, inputs: int) -> Matrices:
+    return fp8_matrices(outputs, inputs, inputs // FP8_GROUP)
 
 
 def fp4_matrices(outputs: int, inputs: int) -> Matrices:

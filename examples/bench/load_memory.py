@@ -1,7 +1,7 @@
 """Private memory of a rank while it loads, against the bytes of its slice.
 
     python examples/bench/load_memory.py [--gigabytes 2] [--ranks 2] [--dtype bfloat16]
-        [--hidden 2048] [--vocab 32000] [--tied] [--quantization auto]
+        [--hidden 2048] [--vocab 32000] [--tied] [--quantization none]
 
 A random Llama checkpoint in files of 256 MB is written to a temporary directory and loaded by one
 rank in a fresh process. The parent reads its RssAnon and RssShmem a thousand times a second;
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--quantization", default="auto", choices=("auto", "int8", "int4"))
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)

@@ -10,7 +10,7 @@ Embeddings and head, which are tied, hold numbers of `dtype` in each kind. Print
     MB        of what a rank holds: packed weights, and parameters that are not packed
     load      median seconds of three loads
     tokens/s  of decode steps with so many sequences, by the median step, and of steps that compute
-              a prompt; in brackets as a multiple of what `auto` reaches
+              a prompt; in brackets as a multiple of what `none` reaches
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from model.kernels.cpu import packed_linear  # noqa: E402
 from model.quantization import WeightFormat  # noqa: E402
 from model.weights import load_model  # noqa: E402
 
-KINDS: tuple[WeightFormat, ...] = ("auto", "int8", "int4", "fp8")
+KINDS: tuple[WeightFormat, ...] = ("none", "int8", "int4", "fp8")
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
     print(f"{'':>6}{'MB':>8}{'load':>8}" + "".join(f"{column:>18}" for column in columns))
     for kind in KINDS:
         line = f"{kind:>6}{held[kind] / 1e6:8.0f}{loads[kind]:8.2f}"
-        for rate, base in zip(rates[kind], rates["auto"], strict=True):
+        for rate, base in zip(rates[kind], rates["none"], strict=True):
             line += f"{f'{rate:.1f} ({rate / base:.2f})':>18}"
         print(line, flush=True)
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from compile.custom_op import direct_register_custom_op
-from compile.passes.quantizers import quantize_blocks, quantize_rows
+from compile.passes.quantizers import quantize_blocks, quantize_groups, quantize_rows
 from model.kernels import cpu, elementwise
 from model.kernels.cpu.packed_linear import short_numbers
-from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight
+from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
 from model.kernels.scaled_linear import scaled_linear as scaled_product
 
 
@@ -86,18 +86,21 @@ def scaled_linear(
     out_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply with the FP8 or FP4 weight of `handle`; with FP4 that this GPU does not multiply by
-    a kernel that makes it wide."""
+    """Multiply with the FP8 or FP4 weight of `handle`: by a kernel with FP8 that has several scales
+    for an output, and with FP4 that this GPU does not multiply."""
     weight = short_numbers(handle)
     assert not isinstance(weight, IntegerWeight)
     multiply = scaled_product
     if isinstance(weight, BlockScaledWeight) and weight.blocks.ndim > 1:
         multiply = _triton().fp4_linear
+    elif isinstance(weight, ScaledWeight) and weight.form.is_grouped:
+        multiply = _triton().fp8_linear
     return multiply(numbers, scales, weight, bias, dtype)
 
 
 direct_register_custom_op("scaled_linear", scaled_linear, dispatch_key="CUDA")
 # What rounds inputs is defined where passes find it.
 _on_gpu("quantize_fp8_per_token", quantize_rows, "quantize_rows")
+_on_gpu("quantize_fp8_per_token_group", quantize_groups, "quantize_groups")
 _on_gpu("quantize_nvfp4", quantize_blocks, "quantize_blocks")
 packed_linear = direct_register_custom_op("packed_linear", integer_linear, dispatch_key="CUDA")

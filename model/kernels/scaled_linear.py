@@ -5,14 +5,16 @@ Integers have one for each group of inputs of an output. Devices' own kernels mu
 FP8 (e4m3) has one for each token of the inputs and one for each output of the weight. These are the
 scales that torch multiplies by on every device (`_scaled_mm` by rows): on a GPU it knows them from
 sm_89 on, with results in bfloat16, and on a CPU in any dtype, but not in all versions. A scale for
-the whole weight would lose more to its largest number and save nothing.
+the whole weight would lose more to its largest number and save nothing. Where a checkpoint has one
+for each 128 inputs, so has either side (DeepSeek-V3; DeepSeek-AI, 2024), and on a GPU a Triton
+kernel multiplies.
 
 FP4 (e2m1, NVFP4) has one for each 16 numbers of either side, in e4m3, and one for all of them. GPUs
 multiply these from sm_100 on; on others a Triton kernel does.
 
 Where torch does not multiply on a CPU, both sides become float32, which rounds alike.
 
-Shapes: T tokens, I inputs, O outputs, B = I / 16 blocks.
+Shapes: T tokens, I inputs, O outputs, B = I / 16 blocks, G groups of inputs: one, or each of 128.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 
-from compile.formats import FP4_BLOCK
+from compile.formats import FP4_BLOCK, FP8_GROUP
 from compile.passes.quantizers import (
     FP8,
     fp4_values,
     quantize_blocks,
     quantize_fp8_per_token,
+    quantize_fp8_per_token_group,
     quantize_nvfp4,
     quantize_rows,
 )
-from model.quantization import Integers
+from model.quantization import Float4, Float8, Integers
 
 OUTPUTS_AT_ONCE = 64
 """That become FP8: what they take in float32 is bounded."""
@@ -52,15 +54,40 @@ class ScaledWeight(NamedTuple):
     numbers: torch.Tensor
     """e4m3 [O, I], or of all experts [Xr, O, I]"""
     scales: torch.Tensor
-    """float32 [1, O], [Xr, 1, O]"""
+    """float32 [G, O], [Xr, G, O]"""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device, *, is_grouped: bool) -> Self:
+        *stacked, outputs, inputs = shape
+        groups = -(-inputs // FP8_GROUP) if is_grouped else 1
+        return cls(
+            torch.empty(shape, dtype=FP8, device=device),
+            torch.empty(*stacked, groups, outputs, dtype=torch.float32, device=device),
+        )
+
+    def fill(self, outputs: slice, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        """Copy some outputs. scales: [O, G], or what broadcasts to that"""
+        self.numbers[outputs].copy_(numbers)
+        self.scales[:, outputs].copy_(scales.expand(len(numbers), len(self.scales)).t())
+
+    def of_expert(self, number: int) -> Self:
+        return type(self)(*(tensor[number] for tensor in self))
+
+    @property
+    def form(self) -> Float8:
+        return Float8(is_grouped=self.scales.shape[-2] > 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.numbers.shape
 
     @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    @property
     def input_scale(self) -> None:
-        """Each token has one of its own."""
+        """Each token has its own."""
 
     @property
     def nbytes(self) -> int:
@@ -88,26 +115,36 @@ class BlockScaledWeight(NamedTuple):
     """The global scale of what it is multiplied with: float32 [1]"""
 
     @classmethod
-    def empty(cls, outputs: int, inputs: int, device: torch.device) -> BlockScaledWeight:
+    def empty(cls, shape: tuple[int, ...], device: torch.device) -> Self:
+        *stacked, outputs, inputs = shape
         return cls(
-            torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device),
-            torch.empty(outputs, inputs // FP4_BLOCK, dtype=FP8, device=device),
-            torch.empty(1, outputs, dtype=torch.float32, device=device),
-            torch.full((1,), torch.inf, dtype=torch.float32, device=device),
+            torch.empty(*stacked, outputs, inputs // 2, dtype=torch.uint8, device=device),
+            torch.empty(*stacked, outputs, inputs // FP4_BLOCK, dtype=FP8, device=device),
+            torch.empty(*stacked, 1, outputs, dtype=torch.float32, device=device),
+            torch.full((*stacked, 1), torch.inf, dtype=torch.float32, device=device),
         )
 
-    def fill(self, outputs: slice, parts: Mapping[str, torch.Tensor]) -> None:
-        """Copy some outputs from what compressed-tensors stores them as. Of several input scales
-        the least counts: the largest number that any of them is made for is not cut off."""
-        self.numbers[outputs].copy_(parts["weight_packed"])
-        self.blocks[outputs].copy_(parts["weight_scale"])
-        self.global_scales[0, outputs] = parts["weight_global_scale"].to(self.device)
-        scale = parts["input_global_scale"].to(self.device)
-        self.input_scale.copy_(torch.minimum(self.input_scale, scale))
+    def fill(
+        self,
+        outputs: slice,
+        numbers: torch.Tensor,
+        blocks: torch.Tensor,
+        global_scale: torch.Tensor,
+        input_scale: torch.Tensor,
+    ) -> None:
+        """Copy some outputs. Of several input scales the least counts: the largest number that any
+        of them is made for is not cut off."""
+        self.numbers[outputs].copy_(numbers)
+        self.blocks[outputs].copy_(blocks)
+        self.global_scales[0, outputs] = global_scale.to(self.device)
+        self.input_scale.copy_(torch.minimum(self.input_scale, input_scale.to(self.device)))
 
-    @classmethod
-    def stacked(cls, experts: Iterable[BlockScaledWeight]) -> BlockScaledWeight:
-        return cls(*(torch.stack(tensors) for tensors in zip(*experts, strict=True)))
+    def of_expert(self, number: int) -> Self:
+        return type(self)(*(tensor[number] for tensor in self))
+
+    @property
+    def form(self) -> Float4:
+        return Float4()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,7 +158,7 @@ class BlockScaledWeight(NamedTuple):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self)
 
-    def laid_out(self) -> BlockScaledWeight:
+    def laid_out(self) -> Self:
         """Return it with its scales as the product that will be computed has them."""
         if len(self.shape) > 2:
             return self
@@ -152,13 +189,17 @@ def scaled_weight(weight: torch.Tensor) -> ScaledWeight:
 
 
 def quantize_inputs(
-    x: torch.Tensor, input_scale: torch.Tensor | None
+    x: torch.Tensor, form: Float8 | Float4, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers and scales of x [T, I] that are multiplied with a weight of this scale of
-    inputs: FP4 numbers, or FP8 if it has none."""
-    found: tuple[torch.Tensor, torch.Tensor] = (
-        quantize_fp8_per_token(x) if input_scale is None else quantize_nvfp4(x, input_scale)
-    )
+    """Return the numbers and scales of x [T, I] that are multiplied with a weight of this form and,
+    if that is FP4, scale of inputs."""
+    found: tuple[torch.Tensor, torch.Tensor]
+    if isinstance(form, Float4):
+        found = quantize_nvfp4(x, input_scale)
+    elif form.is_grouped:
+        found = quantize_fp8_per_token_group(x)
+    else:
+        found = quantize_fp8_per_token(x)
     return found
 
 
@@ -169,18 +210,25 @@ def scaled_linear(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return [T, O] in `dtype`. numbers, scales: e4m3 [T, I] and float32 [T, 1], or of an FP4
+    """Return [T, O] in `dtype`. numbers, scales: e4m3 [T, I] and float32 [T, G], or of an FP4
     weight uint8 [T, I / 2] and e4m3 [T, B]; bias: [O] in `dtype`."""
     if isinstance(weight, BlockScaledWeight):
         has_tiles = weight.blocks.ndim == 1
         product = _multiply_blocks if has_tiles else _multiply_wide_blocks
         wide = product(numbers, scales, weight)
         wide = wide / (weight.global_scales * weight.input_scale)
-        return (wide if bias is None else wide + bias).to(dtype)
-    if numbers.is_cuda or multiplies_rows():
+    elif weight.form.is_grouped:
+        wide = F.linear(_spread(numbers, scales), _spread(weight.numbers, weight.scales.t()))
+    elif numbers.is_cuda or multiplies_rows():
         return _multiply(numbers, scales, weight, bias, dtype)
-    wide = F.linear(numbers.float(), weight.numbers.float()) * scales * weight.scales
+    else:
+        wide = F.linear(numbers.float(), weight.numbers.float()) * scales * weight.scales
     return (wide if bias is None else wide + bias).to(dtype)
+
+
+def _spread(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return what FP8 numbers [N, I] and scales [N, G] stand for, in float32."""
+    return numbers.float() * scales.repeat_interleave(FP8_GROUP, 1)[:, : numbers.shape[1]]
 
 
 @functools.cache

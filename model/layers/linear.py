@@ -49,7 +49,7 @@ class Linear(WeightedLayer):
         self, in_features: int, out_features: int, place: Placement, *, bias: bool
     ) -> None:
         super().__init__(place)
-        is_held_as = place.quantization if self.is_quantizable else "auto"
+        is_held_as = place.quantization if self.is_quantizable else "none"
         is_gpu = place.device.type == "cuda"
         self.form = form_for(is_held_as, in_features, out_features, is_gpu=is_gpu)
         self.weight = self.declare(out_features, in_features)
@@ -63,9 +63,10 @@ class Linear(WeightedLayer):
     def loaded(self, name: str) -> None:
         if name != "weight":
             return
-        if kept := self.take_kept():
-            self.input_scale = kept[0].input_scale
-            self.replace_weight(PackedWeight(kept[0]))
+        kept = self.take_kept()
+        if kept is not None:
+            self.input_scale = kept.input_scale
+            self.replace_weight(PackedWeight(kept))
         elif self.form or can_pack(self.dtype, self.device):
             self.replace_weight(PackedWeight(self.weight, self.form))
 
@@ -99,7 +100,7 @@ class Linear(WeightedLayer):
         if self.handle is None:
             out = F.linear(x, self.weight, bias)
         elif isinstance(self.form, Float8 | Float4):
-            rounded = quantize_inputs(x, self.input_scale)
+            rounded = quantize_inputs(x, self.form, self.input_scale)
             out = scaled_linear(*rounded, self.handle, bias, self._out_features, x.dtype)
         else:
             out = packed_linear(x, self.handle, bias, self._out_features)

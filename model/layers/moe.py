@@ -34,7 +34,6 @@ from model.kernels.cpu.packed_linear import (
     short_numbers,
 )
 from model.kernels.dispatch import kernels_for
-from model.kernels.scaled_linear import BlockScaledWeight
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
@@ -110,13 +109,13 @@ class ExpertWeights(WeightedLayer):
 
     def loaded(self, name: str) -> None:
         kept = self.take_kept()
-        matrices = kept or self.weight
-        if self.form and is_on_gpu(self.weight):
-            stacked = BlockScaledWeight.stacked(kept) if kept else self.weight
-            self._packed = [PackedWeight(stacked, self.form)]
+        if self.form and is_on_gpu(self.weight if kept is None else kept.numbers):
+            self._packed = [PackedWeight(self.weight if kept is None else kept, self.form)]
             self.handles = self._packed[0].handle
             self.weight = self.declare(*self.weight.shape)
         elif self.form or can_pack(self.dtype, self.device):
+            matrix_of = self.weight.__getitem__ if kept is None else kept.of_expert
+            matrices = (matrix_of(number) for number in range(len(self._own)))
             self._packed = [PackedWeight(matrix, self.form) for matrix in matrices]
             self.handles = torch.stack([packed.handle for packed in self._packed])
             self.weight = self.declare(*self.weight.shape)

@@ -7,17 +7,19 @@ parameter before the next one takes memory, and a rank never holds two copies of
 
 from __future__ import annotations
 
-import math
 import mmap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from model.kernels.scaled_linear import BlockScaledWeight
+from compile.formats import FP8_GROUP
+from model.kernels.scaled_linear import BlockScaledWeight, ScaledWeight
 from model.parallel import Placement
-from model.quantization import Float4, Form
+from model.quantization import Float4, Float8, Form, Quantization
+
+Kept = ScaledWeight | BlockScaledWeight
 
 
 class WeightedLayer(nn.Module):
@@ -32,8 +34,8 @@ class WeightedLayer(nn.Module):
         super().__init__()
         self.dtype = place.dtype
         self.device = place.device
-        self.kept: list[BlockScaledWeight] = []
-        """What is read of `weight` as its checkpoint has it (`Float4`), until all of it is."""
+        self.kept: Kept | None = None
+        """What is read of `weight` as its checkpoint has it, until all of it is."""
 
     def declare(self, *shape: int) -> nn.Parameter:
         """Return a parameter without memory, to be assigned to an attribute."""
@@ -48,23 +50,33 @@ class WeightedLayer(nn.Module):
             setattr(self, name, parameter)
         return parameter
 
-    def allocate_kept(self) -> list[BlockScaledWeight]:
-        """Give `kept` memory unless it has some: an entry for each matrix of `weight`."""
-        if not self.kept:
-            *stacked, outputs, inputs = self.get_parameter("weight").shape
-            size = (outputs, inputs, self.device)
-            self.kept = [BlockScaledWeight.empty(*size) for _ in range(math.prod(stacked))]
+    def allocate_kept(self, stored: Quantization) -> Kept:
+        """Give `kept` memory unless it has some, and the layer the form of what is stored."""
+        if self.kept is None:
+            shape = self.get_parameter("weight").shape
+            if isinstance(self.form, Float8):
+                is_grouped = stored.group[1] == FP8_GROUP
+                self.kept = ScaledWeight.empty(shape, self.device, is_grouped=is_grouped)
+            else:
+                self.kept = BlockScaledWeight.empty(shape, self.device)
+            self.form = self.kept.form
         return self.kept
 
-    def keep(self, rows: slice | tuple[int, slice], parts: Mapping[str, torch.Tensor]) -> None:
-        """Hold a part of `weight`, as `WeightSlice.rows` has it, as what it is stored as."""
-        matrix, outputs = rows if isinstance(rows, tuple) else (0, rows)
-        self.allocate_kept()[matrix].fill(outputs, parts)
+    def keep(
+        self, rows: slice | tuple[int, slice], stored: Quantization, held: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Hold a part of `weight`, as `WeightSlice.rows` has it. held: what `fill` takes"""
+        kept = self.allocate_kept(stored)
+        if isinstance(rows, tuple):
+            number, rows = rows
+            kept = kept.of_expert(number)
+        kept.fill(rows, *held)
 
-    def take_kept(self) -> list[BlockScaledWeight]:
-        """Return what is kept, for good. A layer without any holds plain numbers from now on."""
-        kept, self.kept = self.kept, []
-        if isinstance(self.form, Float4) and not kept:
+    def take_kept(self) -> Kept | None:
+        """Return what is kept, for good. A layer without any that would hold FP4 numbers holds
+        plain ones from now on."""
+        kept, self.kept = self.kept, None
+        if isinstance(self.form, Float4) and kept is None:
             self.form = None
         return kept
 

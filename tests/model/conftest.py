@@ -243,7 +243,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def load() -> Callable[..., tuple[CausalLM, ModelConfig]]:
     """Load a checkpoint in float32 on the CPU."""
 
-    def load_float32(path: Path, shard: Shard | None = None, held: WeightFormat = "auto") -> Any:
+    def load_float32(path: Path, shard: Shard | None = None, held: WeightFormat = "none") -> Any:
         shard = shard or Shard()
         return load_model(path, shard=shard, dtype=torch.float32, device="cpu", quantization=held)
 

@@ -88,7 +88,7 @@ def compare(
     shard: Shard,
     *,
     use_inductor: bool = True,
-    held: WeightFormat = "auto",
+    held: WeightFormat = "none",
 ) -> float:
     """Return how far the compiled forward of a rank is from the one that is written."""
     wanted = logits(paged, load(path, shard, held)[0])

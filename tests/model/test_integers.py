@@ -183,11 +183,11 @@ def test_groups_divide_the_inputs_and_what_has_none_is_refused() -> None:
     for inputs, group in sizes.items():
         found = form_for("int4", inputs, 1, is_gpu=False)
         assert isinstance(found, Integers) and found.group == group
-    assert form_for("auto", 37, 1, is_gpu=False) is None
+    assert form_for("none", 37, 1, is_gpu=False) is None
     with pytest.raises(FieldError) as error:
         form_for("int4", 4 * 37, 1, is_gpu=False)
     assert str(error.value) == (
-        "quantization: wanted auto, fp8 or int8 where layers have over 128 inputs, and no multiple "
+        "quantization: wanted none, fp8 or int8 where layers have over 128 inputs, and no multiple "
         "of 8, found int4 and 148 inputs"
     )
 
@@ -224,7 +224,7 @@ def test_a_gpu_refuses_what_it_does_not_multiply(inputs: int, outputs: int) -> N
     with pytest.raises(FieldError) as error:
         form_for("fp8", inputs, outputs, is_gpu=True)
     assert str(error.value) == (
-        "quantization: wanted auto where inputs or outputs of layers are no multiple of 16, found "
+        "quantization: wanted none where inputs or outputs of layers are no multiple of 16, found "
         f"fp8, {inputs} inputs and {outputs} outputs"
     )
 
@@ -234,7 +234,7 @@ def test_a_gpu_without_fp8_products_is_refused_before_anything_is_read(
     family: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = make_checkpoint(family=family, **FAMILIES[family])
-    line = "auto on a GPU before sm_89, which does not multiply FP8, found fp8 on sm_80"
+    line = "none on a GPU before sm_89, which does not multiply FP8, found fp8 on sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(FieldError, match=f"^quantization: wanted {line}"):
         load_model(path, dtype=torch.bfloat16, device="cuda", quantization="fp8")
@@ -256,7 +256,7 @@ def weight_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("held", FORMS)
 def test_a_model_holds_a_half_or_a_quarter(held: WeightFormat) -> None:
     found = {}
-    for kind in ("auto", held):
+    for kind in ("none", held):
         model, _ = load_model(TINY, dtype=torch.bfloat16, device="cpu", quantization=kind)
         found[kind] = weight_bytes(model)
         # Nothing else is left of what became integers.
@@ -265,7 +265,7 @@ def test_a_model_holds_a_half_or_a_quarter(held: WeightFormat) -> None:
         head = None if model.lm_head.handle is None else module._entry(model.lm_head.handle)
         assert head is None or (head.integers, head.scaled) == (None, None)
     share = 1.07 if held == "int4" else 1.02
-    assert found[held] <= found["auto"] / (4 if held == "int4" else 2) * share, found
+    assert found[held] <= found["none"] / (4 if held == "int4" else 2) * share, found
 
 
 @pytest.mark.feature("S08")

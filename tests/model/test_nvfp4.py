@@ -176,10 +176,10 @@ def test_numbers_and_scales_are_those_of_the_library_that_writes_them() -> None:
 
 
 def block_scaled(weight: torch.Tensor, *, input_scale: float = INPUT_SCALE) -> BlockScaledWeight:
-    made = BlockScaledWeight.empty(*weight.shape, CPU)
+    made = BlockScaledWeight.empty(weight.shape, CPU)
     tensors, _ = KINDS["nvfp4"].parts(weight)
     tensors["input_global_scale"] = torch.tensor([input_scale])
-    made.fill(slice(None), tensors)
+    made.fill(slice(None), *tensors.values())
     return made
 
 
@@ -299,7 +299,7 @@ def test_on_a_gpu_all_experts_of_a_layer_are_one_entry(
     path = quantized("DeepseekV3")[0]
     given: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "quantization": form}
     apart, _ = load_model(path, **given)
-    monkeypatch.setattr(moe, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(moe, "is_on_gpu", lambda tensor: tensor.device.type == "cpu")
     together, _ = load_model(path, **given)
     pairs = [
         (one.handles, all_.handles)
@@ -388,7 +388,7 @@ def test_a_model_holds_little_more_than_a_quarter(tmp_path: Path) -> None:
     path, _ = write(TINY, KINDS["nvfp4"], tmp_path)
     model = load(path, dtype=torch.bfloat16)
     layers = [m for m in model.modules() if isinstance(m, Linear) and m.is_quantizable]
-    assert layers and all(layer.weight.is_meta and not layer.kept for layer in layers)
+    assert layers and all(layer.weight.is_meta and layer.kept is None for layer in layers)
     for layer in layers:
         outputs, inputs = layer.weight.shape
         assert held(layer).nbytes == outputs * inputs * 9 // 16 + 4 * outputs + 4
@@ -442,7 +442,7 @@ def test_without_scales_for_inputs_it_is_refused(
         with pytest.raises(FieldError) as error:
             make(path)
         assert str(error.value) == (
-            "quantization: wanted auto where no input_global_scale is stored: it takes "
+            "quantization: wanted none where no input_global_scale is stored: it takes "
             "nvfp4-pack-quantized with activations, found 'nvfp4'"
         )
 
@@ -450,7 +450,7 @@ def test_without_scales_for_inputs_it_is_refused(
 def test_parts_of_blocks_are_refused(make_checkpoint: Any, tmp_path: Path) -> None:
     source, _ = make_checkpoint(head_dim=16, intermediate_size=80)
     path, _ = write(source, KINDS["nvfp4"], tmp_path)
-    wanted = "wanted auto where inputs of layers are no multiple of 16 on a rank, found nvfp4 and"
+    wanted = "wanted none where inputs of layers are no multiple of 16 on a rank, found nvfp4 and"
     with pytest.raises(FieldError, match=f"^quantization: {wanted} 40 inputs"):
         load(path, Shard(0, 2))
 

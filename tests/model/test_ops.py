@@ -13,10 +13,15 @@ import torch.distributed as dist
 
 from cluster.group.membership import make_group
 from compile.context import ForwardContext, KVCacheTensor, forward_context
-from compile.passes.quantizers import FP8, quantize_fp8_per_token, quantize_nvfp4
+from compile.passes.quantizers import (
+    FP8,
+    quantize_fp8_per_token,
+    quantize_fp8_per_token_group,
+    quantize_nvfp4,
+)
 from model.config import Latent
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
-from model.kernels.scaled_linear import BlockScaledWeight
+from model.kernels.scaled_linear import BlockScaledWeight, ScaledWeight
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.latent_attention import LatentAttention
 from model.parallel import Placement, Shard
@@ -71,7 +76,7 @@ def attention_context() -> Iterator[None]:
 def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     """Return arguments for every op, by its name."""
     x, weight = torch.randn(T, E, dtype=dtype), torch.randn(E, dtype=dtype)
-    wide = torch.randn(T, 3 * E, dtype=dtype)[:, :E]
+    wide, long = torch.randn(T, 3 * E, dtype=dtype)[:, :E], torch.randn(T, 136, dtype=dtype)
     matrices = (torch.randn(3, 32, E, dtype=dtype), torch.randn(3, E, 16, dtype=dtype))
     qkv = torch.randn(T, H + 2 * HKV, D)
     q, k, v = qkv.split_with_sizes([H, HKV, HKV], dim=1)
@@ -106,12 +111,17 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         "all_reduce": [(x, shard.group_name)],
         "all_reduce_add_rms_norm": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "quantize_fp8_per_token": [(x,), (wide,), (x[:0],)],
+        "quantize_fp8_per_token_group": [(x,), (long,), (long[:0],)],
         "quantize_nvfp4": [(x, scale), (wide, scale), (x[:0], scale)],
         "scaled_linear": [],
         "fused_add_rms_norm_fp8": [(x, x.clone(), weight, 1e-5)],
         "fused_add_rms_norm_out_fp8": [(wide, wide.clone(), weight, 1e-5)],
         "all_reduce_add_rms_norm_fp8": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "all_reduce_add_rms_norm_out_fp8": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "fused_add_rms_norm_fp8_group": [(x, x.clone(), weight, 1e-5)],
+        "fused_add_rms_norm_out_fp8_group": [(wide, wide.clone(), weight, 1e-5)],
+        "all_reduce_add_rms_norm_fp8_group": [(x, x.clone(), weight, 1e-5, shard.group_name)],
+        "all_reduce_add_rms_norm_out_fp8_group": [(x, x.clone(), weight, 1e-5, shard.group_name)],
         "fused_add_rms_norm_nvfp4": [(x, x.clone(), weight, 1e-5, scale)],
         "fused_add_rms_norm_out_nvfp4": [(wide, wide.clone(), weight, 1e-5, scale)],
         "all_reduce_add_rms_norm_nvfp4": [
@@ -133,10 +143,14 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     for bias in (None, torch.randn(32, dtype=dtype)):
         rounded = quantize_fp8_per_token(x)
         found["scaled_linear"].append((*rounded, scaled.handle, bias, 32, dtype))
+    numbers, groups = quantize_fp8_per_token_group(torch.randn(32, 136))
+    grouped = PackedWeight(ScaledWeight(numbers, groups.t().contiguous()))
+    rounded = quantize_fp8_per_token_group(long)
+    found["scaled_linear"].append((*rounded, grouped.handle, None, 32, dtype))
     numbers, blocks = quantize_nvfp4(torch.randn(32, E), scale)
     fp4 = PackedWeight(BlockScaledWeight(numbers, blocks, scale.repeat(1, 32), scale))
     found["scaled_linear"].append((*quantize_nvfp4(x, scale), fp4.handle, None, 32, dtype))
-    found[""].append((scaled, fp4))
+    found[""].append((scaled, grouped, fp4))
     if can_pack(dtype, torch.device("cpu")):
         _add_packed(found, x, shard.group_name)
     return found

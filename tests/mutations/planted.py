@@ -481,6 +481,21 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "All 128 inputs of an FP8 product are scaled as the first ones (S08).",
+        "model/kernels/triton/fp8.py",
+        {"x_scales + rows * GROUPS + group": "x_scales + rows * GROUPS"},
+        (
+            "tests/model/kernels/test_triton.py::"
+            "test_kernels_equal_their_torch_references[fp8_linear]",
+        ),
+    ),
+    Mutation(
+        "FP8 numbers of a checkpoint get the scales of other outputs (S08).",
+        "model/kernels/scaled_linear.py",
+        {"self.scales[:, outputs].copy_(": "self.scales[:, : len(numbers)].copy_("},
+        ("tests/model/test_fp8_groups.py::test_each_of_two_ranks_holds_its_part_to_the_bit",),
+    ),
+    Mutation(
         "The board of artifacts is placed among a replica's ranks, where it cannot be (P12).",
         "cluster/actors/artifact_board.py",
         {', scheduling_strategy="DEFAULT"': ""},

@@ -331,6 +331,49 @@ def test_kv_is_fp8_where_it_is_asked_for_or_the_checkpoint_is_made_for_it(
     assert len({hashes_of(raw) for raw in same}) == 1
 
 
+def compressed(layout: str, inputs: Any = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    file = {"quant_method": "compressed-tensors", "format": layout}
+    return {**file, "config_groups": {"group_0": group}}
+
+
+FP8_FILE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP4_KIND = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+FP4_FILE = compressed("nvfp4-pack-quantized", {"dynamic": "local"}, **FP4_KIND)
+
+
+@pytest.mark.feature("S08")
+@pytest.mark.parametrize(
+    ("file", "given", "held"),
+    [
+        (FP8_FILE, {}, "fp8"),
+        (FP8_FILE, {"device": "cpu"}, "none"),
+        (FP8_FILE, {"dtype": "float16"}, "none"),
+        (FP8_FILE, {"quantization": "none"}, "none"),
+        (FP8_FILE, {"quantization": "int8"}, "int8"),
+        (FP8_FILE | {"weight_block_size": [128, 64]}, {}, "none"),
+        (FP4_FILE, {}, "nvfp4"),
+        (FP4_FILE, {"device": "cpu"}, "none"),
+        (compressed("nvfp4-pack-quantized", **FP4_KIND), {}, "none"),
+        (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), {}, "fp8"),
+        (compressed("int-quantized", num_bits=8, type="int", strategy="channel"), {}, "none"),
+        (None, {}, "none"),
+    ],
+)
+def test_a_gpu_holds_short_floats_as_a_checkpoint_has_them(
+    file: dict[str, Any] | None,
+    given: dict[str, Any],
+    held: str,
+    tmp_path: Path,
+    tiny_checkpoint: Path,
+) -> None:
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "model") / "config.json"
+    stored = {"quantization_config": file, "dtype": "bfloat16"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | stored))
+    config = deploy_config({"model": str(path.parent), "device": "cuda", **given})
+    assert {pool.engine.quantization for pool in config.pools} == {held}
+
+
 HELD = ("int8", "int4", "fp8")
 
 
@@ -342,9 +385,10 @@ def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
         sizes = {f"{pool}.tensor_parallel_size": size for pool in ("prefill", "decode")}
         return hashes_of({"device": "cpu", "quantization": kind, **sizes})[0]
 
-    for kind in ("auto", "nvfp4"):  # as the checkpoint has them
+    for kind in ("none", "nvfp4"):  # as the checkpoint has them
         assert numerics(1, kind) == numerics(2, kind)
-    assert numerics(1, "auto") != numerics(1, "nvfp4")
+    assert numerics(1, "none") != numerics(1, "nvfp4")
+    assert numerics(1, "none") == numerics(1, "auto")
     assert len({numerics(size, kind) for size in (1, 2) for kind in HELD}) == 6
 
 
@@ -525,7 +569,7 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ),
         (
             {"quantization": "fp4"},
-            "quantization: wanted auto, int8, int4, fp8 or nvfp4, found",
+            "quantization: wanted auto, none, int8, int4, fp8 or nvfp4, found",
         ),
         (
             {"device": "cuda", "quantization": "fp8", "dtype": "float16"},

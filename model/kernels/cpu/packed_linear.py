@@ -103,10 +103,12 @@ _indices = itertools.count()
 class PackedWeight:
     """Owns an entry of the table: it goes when its owner does."""
 
-    def __init__(self, weight: torch.Tensor | BlockScaledWeight, form: Form | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor | ScaledWeight | BlockScaledWeight, form: Form | None = None
+    ) -> None:
         """Pack a weight [O, I], in a form if one is given; the plain one is not kept. One that
-        consists of FP4 numbers is taken as it is. Short numbers of all experts [Xr, O, I] become
-        one entry, with a handle [Xr]."""
+        consists of FP8 or FP4 numbers is taken as it is. Short numbers of all experts [Xr, O, I]
+        become one entry, with a handle [Xr]."""
         index = next(_indices)
         self.handle = torch.full(weight.shape[:-2], index, device=weight.device)
         packed, tiles, rows = None, None, sys.maxsize
@@ -114,6 +116,8 @@ class PackedWeight:
         integers = form if isinstance(form, Integers) else None
         if isinstance(weight, BlockScaledWeight):
             scaled = weight.laid_out()
+        elif isinstance(weight, ScaledWeight):
+            scaled = weight
         elif isinstance(form, Float8):
             scaled = scaled_weight(weight)
         elif integers is not None:
@@ -347,7 +351,7 @@ def _rounded_product(x: torch.Tensor, entry: _Entry) -> torch.Tensor:
     """Multiply rows, which are rounded first if the weight is FP8 or FP4."""
     if entry.scaled is None:
         return _product(x, entry, None)
-    rounded = quantize_inputs(x, entry.scaled.input_scale)
+    rounded = quantize_inputs(x, entry.scaled.form, entry.scaled.input_scale)
     return scaled_product(*rounded, entry.scaled, None, x.dtype)
 
 

@@ -11,6 +11,7 @@ from model.kernels.triton.elementwise import silu_and_mul as silu_and_mul
 from model.kernels.triton.experts import expert_mlp as expert_mlp
 from model.kernels.triton.filters import filter_top_k_top_p as filter_top_k_top_p
 from model.kernels.triton.fp4 import fp4_linear as fp4_linear
+from model.kernels.triton.fp8 import fp8_linear as fp8_linear
 from model.kernels.triton.integers import integer_linear as integer_linear
 from model.kernels.triton.latent import latent_decode as latent_decode
 from model.kernels.triton.latent import latent_prefill as latent_prefill
@@ -18,5 +19,6 @@ from model.kernels.triton.latent import write_latents as write_latents
 from model.kernels.triton.prefill import paged_prefill as paged_prefill
 from model.kernels.triton.rope import rope_and_write_kv as rope_and_write_kv
 from model.kernels.triton.rounding import quantize_blocks as quantize_blocks
+from model.kernels.triton.rounding import quantize_groups as quantize_groups
 from model.kernels.triton.rounding import quantize_rows as quantize_rows
 from model.kernels.triton.routing import route as route

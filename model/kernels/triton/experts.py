@@ -11,8 +11,9 @@ Grids follow from shapes alone: each expert's pairs are cut into tiles, and a pr
 expert by bisecting their numbering on the device. An expert without tokens has no tile.
 
 Matrices are numbers of the tokens' dtype, integers with scales in tiles of their own
-(`integers.py`), or FP8 or FP4 numbers with scales. For FP8 each row of either product's inputs is
-rounded with a scale of its own, for FP4 in blocks by its expert's (`rounding.py`).
+(`integers.py`), or FP8 or FP4 numbers with scales. For FP8 each row of either product's inputs, or
+each 128 inputs of it (`fp8.py`), is rounded with a scale of its own, for FP4 in blocks by its
+expert's (`rounding.py`).
 
 Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs, I
 intermediate size.
@@ -27,12 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-from compile.formats import FP4_BLOCK
+from compile.formats import FP4_BLOCK, FP8_GROUP
 from compile.pieces.shapes import next_pow2
 from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
 from model.kernels.triton.fp4 import fp4_product, over_global_scales
+from model.kernels.triton.fp8 import fp8_product
 from model.kernels.triton.integers import integer_product, layout_of
-from model.kernels.triton.rounding import quantize_blocks, quantize_rows
+from model.kernels.triton.rounding import quantize_blocks, quantize_groups, quantize_rows
 from model.kernels.triton.routing import Pairs, sort_pairs
 from model.kernels.triton.tiles import MIN_DOT
 
@@ -160,14 +162,15 @@ def _short_product(
     columns: tl.tensor,
     is_column: tl.tensor,
     DTYPE: tl.constexpr,
-    INPUTS: tl.constexpr,
+    SHAPE: tl.constexpr,
     LAYOUT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the product of rows with some outputs of an expert's integers or FP4 numbers.
+    """Return the product of rows with some outputs of an expert's integers, FP4 numbers, or FP8
+    numbers with several scales for an output.
 
     of_rows: x, its scales and stride; of_expert: the matrix, its scales of blocks and columns, and
-    that of inputs; TILE: rows, columns and inputs at once
+    that of inputs; SHAPE: the matrix's outputs and inputs; TILE: rows, columns and inputs at once
     """
     x, row_scales, stride_x = of_rows
     weight, blocks, column_scales, input_scale = of_expert
@@ -176,9 +179,14 @@ def _short_product(
         product = integer_product(
             x_at, weight, is_row, columns, is_column, LAYOUT, TILE[0], TILE[1]
         )
+    elif column_scales is None:
+        own = (weight, blocks, SHAPE[0])
+        product = fp8_product(
+            of_rows, own, rows, is_row, columns, is_column, SHAPE[1], LAYOUT[0], TILE[0], TILE[1]
+        )
     else:
         both = (x, row_scales, weight, blocks)
-        product = fp4_product(both, rows, is_row, columns, is_column, DTYPE, INPUTS, TILE)
+        product = fp4_product(both, rows, is_row, columns, is_column, DTYPE, SHAPE[1], TILE)
         product = over_global_scales(product, column_scales, input_scale, columns, is_column)
     return product
 
@@ -237,7 +245,8 @@ def _up_kernel(
     if column_scales is not None:
         column_scales += expert * (2 * OUTPUTS)
     if blocks is not None:
-        blocks += expert * (2 * OUTPUTS * INPUTS // LAYOUT[0])
+        blocks += expert * (2 * OUTPUTS * ((INPUTS + LAYOUT[0] - 1) // LAYOUT[0]))
+    if input_scales is not None:
         input_scales += expert
     dtype = out.dtype.element_ty
     if LAYOUT is None:
@@ -255,12 +264,13 @@ def _up_kernel(
         of_rows = (x, row_scales, stride_x)
         of_expert = (own, blocks, column_scales, input_scales)
         TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
+        SHAPE: tl.constexpr = (2 * OUTPUTS, INPUTS)
         gate = _short_product(
-            of_rows, of_expert, tokens, is_row, columns, is_column, dtype, INPUTS, LAYOUT, TILE
+            of_rows, of_expert, tokens, is_row, columns, is_column, dtype, SHAPE, LAYOUT, TILE
         )
         others = columns + OUTPUTS
         up = _short_product(
-            of_rows, of_expert, tokens, is_row, others, is_column, dtype, INPUTS, LAYOUT, TILE
+            of_rows, of_expert, tokens, is_row, others, is_column, dtype, SHAPE, LAYOUT, TILE
         )
 
     # torch rounds both products, and the activation, to the model's dtype.
@@ -307,7 +317,8 @@ def _down_kernel(
     if column_scales is not None:
         column_scales += expert * OUTPUTS
     if blocks is not None:
-        blocks += expert * (OUTPUTS * INPUTS // LAYOUT[0])
+        blocks += expert * (OUTPUTS * ((INPUTS + LAYOUT[0] - 1) // LAYOUT[0]))
+    if input_scales is not None:
         input_scales += expert
     if LAYOUT is None:
         inputs = tl.arange(0, BLOCK_K)
@@ -321,8 +332,9 @@ def _down_kernel(
         of_rows = (x, row_scales, stride_x)
         of_expert = (own, blocks, column_scales, input_scales)
         TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
+        SHAPE: tl.constexpr = (OUTPUTS, INPUTS)
         acc = _short_product(
-            of_rows, of_expert, rows, is_row, columns, is_column, DTYPE, INPUTS, LAYOUT, TILE
+            of_rows, of_expert, rows, is_row, columns, is_column, DTYPE, SHAPE, LAYOUT, TILE
         )
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
@@ -364,15 +376,15 @@ class _Operand(NamedTuple):
 
     numbers: torch.Tensor
     blocks: torch.Tensor | None
-    """Scales of FP4's blocks, as bytes."""
+    """Scales of FP4's blocks, as bytes, or of FP8's groups, float32 [Xr, G, O]."""
     column_scales: torch.Tensor | None
-    """Of FP8, or FP4's global ones: float32 [Xr, 1, O]."""
+    """Of FP8 that has no groups, or FP4's global ones: float32 [Xr, 1, O]."""
     input_scales: torch.Tensor | None
     """FP4's global ones: float32 [Xr, 1]."""
     num_inputs: int
     layout: tuple[int, ...] | None
-    """A kernel's constant for integers or FP4 numbers; None: those that are multiplied as they
-    are."""
+    """A kernel's constant for integers, FP4 numbers or groups of FP8; None: what is multiplied as
+    it is."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -394,7 +406,10 @@ def _operand(matrices: Matrices) -> _Operand:
         codes = blocks.view(torch.uint8)
         return _Operand(numbers, codes, of_outputs, of_inputs, num_inputs, (FP4_BLOCK,))
     if isinstance(matrices, ScaledWeight):
-        return _Operand(matrices.numbers, None, matrices.scales, None, num_inputs, None)
+        numbers, scales = matrices
+        if matrices.form.is_grouped:
+            return _Operand(numbers, scales, None, None, num_inputs, (FP8_GROUP,))
+        return _Operand(numbers, None, scales, None, num_inputs, None)
     return _Operand(matrices, None, None, None, num_inputs, None)
 
 
@@ -404,7 +419,8 @@ def _rounded(
     """Return rows as matrices are multiplied with them, and their scales; for FP4 a row for each
     pair, sorted by expert."""
     if isinstance(matrices, ScaledWeight):
-        return quantize_rows(rows, pairs.num_own if is_sorted else None)
+        quantize = quantize_groups if matrices.form.is_grouped else quantize_rows
+        return quantize(rows, pairs.num_own if is_sorted else None)
     if isinstance(matrices, BlockScaledWeight):
         numbers, scales = quantize_blocks(rows, matrices.input_scale, pairs, is_sorted=is_sorted)
         return numbers, scales.view(torch.uint8)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile.formats import FP4_BLOCK
+from compile.formats import FP4_BLOCK, FP8_GROUP
 from compile.passes.quantizers import FP8
 from model.kernels.triton.e4m3 import UNIT, from_e4m3, to_e4m3
 from model.kernels.triton.routing import Pairs
@@ -72,6 +72,59 @@ def quantize_rows(
             rows.stride(0),
             SIZE=rows.shape[1],
             BLOCK=min(triton.next_power_of_2(rows.shape[1]), COLUMNS),
+            num_warps=4,
+        )
+    return codes.view(FP8), scales
+
+
+@triton.jit
+def _groups_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    num_rows: tl.tensor,
+    stride_x: tl.tensor,
+    SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    if num_rows is not None:  # noqa: SIM102 (a kernel without it does not compile the other)
+        if row >= tl.load(num_rows):
+            return
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * SHARED + tl.arange(0, SHARED)[None, :]
+    values = tl.load(x + row * stride_x + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    size = tl.abs(values)
+    num_bad = tl.sum((size < float("inf")).to(tl.int32) ^ 1, 1)
+    scale = tl.maximum(tl.div_rn(tl.max(size, 1), LARGEST), LEAST_SCALE)
+    scale = tl.where(num_bad > 0, float("nan"), scale)
+    num_groups: tl.constexpr = (SIZE + SHARED - 1) // SHARED
+    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+    codes = to_e4m3(tl.div_rn(values, scale[:, None]))
+    tl.store(numbers + row * SIZE + columns, codes, mask=columns < SIZE)
+
+
+def quantize_groups(
+    x: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantizers.quantize_groups` does, of x [..., I]; rows from `num_rows` on, int32
+    [1], stay unset."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_groups = triton.cdiv(rows.shape[1], FP8_GROUP)
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    scales = x.new_empty((*x.shape[:-1], num_groups), dtype=torch.float32)
+    groups = min(triton.next_power_of_2(num_groups), COLUMNS // FP8_GROUP)
+    if len(rows):
+        _groups_kernel[len(rows), triton.cdiv(num_groups, groups)](
+            rows,
+            codes,
+            scales,
+            num_rows,
+            rows.stride(0),
+            SIZE=rows.shape[1],
+            SHARED=FP8_GROUP,
+            GROUPS=groups,
             num_warps=4,
         )
     return codes.view(FP8), scales

@@ -36,7 +36,7 @@ def judge(make_oracle: Callable[[str], Any], rank_processes: Any, cache_dir: str
         if row.has_adapters:
             made.write_adapters()
         oracle = replace(made, has_fp8_kv=row.has_fp8_kv)
-        if row.held != "auto":
+        if row.held != "none":
             oracle = oracle.with_integers(row.held, row.tp)
         drawn = None
         if not all(request.is_greedy for request in row.requests(oracle)):

@@ -146,7 +146,7 @@ class Row:
     """Requests take turns: none, the first adapter, the second. The oracle has them merged."""
     loads_adapters: bool = False
     """The second one is loaded when the ranks are ready, into a slot that had another one."""
-    held: WeightFormat = "auto"
+    held: WeightFormat = "none"
     """What linear layers hold. The oracle's have the numbers that it stands for."""
 
     @property
@@ -159,7 +159,7 @@ class Row:
         words += [f"{self.drafts} drafts"] * (self.drafts > 0) + ["mtp"] * self.has_mtp
         words += ["fp8_kv"] * self.has_fp8_kv + ["adapters"] * self.has_adapters
         words += ["loaded"] * self.loads_adapters
-        words += [self.held] * (self.held != "auto")
+        words += [self.held] * (self.held != "none")
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property

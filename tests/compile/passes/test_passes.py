@@ -34,7 +34,11 @@ from compile.passes.graph_pass import (
     writes,
 )
 from compile.passes.manager import PASSES, PassManager
-from compile.passes.quantizers import quantize_fp8_per_token, quantize_nvfp4
+from compile.passes.quantizers import (
+    quantize_fp8_per_token,
+    quantize_fp8_per_token_group,
+    quantize_nvfp4,
+)
 from model.kernels import dispatch, elementwise
 
 
@@ -282,6 +286,11 @@ def quantized(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
     return *quantize_fp8_per_token(normed), summed
 
 
+def quantized_in_groups(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
+    return *quantize_fp8_per_token_group(normed), summed
+
+
 def quantized_twice(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
     normed, summed = fused_add_rms_norm(x, residual, weight, 1e-5)
     first, second = quantize_fp8_per_token(normed), quantize_fp8_per_token(normed)
@@ -298,6 +307,7 @@ def without_the_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tenso
     ("function", "op"),
     [
         (quantized, "fused_add_rms_norm_fp8"),
+        (quantized_in_groups, "fused_add_rms_norm_fp8_group"),
         (quantized_twice, "fused_add_rms_norm_out_fp8"),
         (without_the_sum, "fused_add_rms_norm_fp8"),
     ],

@@ -51,6 +51,11 @@ def rounded_fp8(rows: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
+def rounded_fp8_groups(rows: torch.Tensor) -> torch.Tensor:
+    """Return what [..., I] becomes where the largest of each 128 of a row is 448."""
+    return torch.cat([rounded_fp8(part) for part in rows.split(128, -1)], -1)
+
+
 def rounded_fp4(rows: torch.Tensor) -> torch.Tensor:
     return fp4_blocks(rows, INPUT_SCALE)[2]
 
@@ -77,15 +82,15 @@ class RoundedInputs(TorchFunctionMode):
 
 def round_inputs(model: Any, held: str, ranks: int) -> None:
     """Let a model of transformers round what its FP8 weights are multiplied with, each token of
-    each rank's part by its largest number, or its FP4 ones, in blocks by their scale."""
+    each rank's part by its largest number, or each 128 inputs, or its FP4 ones, in blocks by their
+    scale."""
     found: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for name, weight in model.named_parameters():
         *_, module, last = name.split(".")
         if last in EXPERTS or (last == "weight" and module in LINEAR + LATENT):
             is_split = last == "weight" and module in ROW_PARALLEL
             rounding = partial(rounded_fp8, ranks=ranks if is_split else 1)
-            if held == "nvfp4":
-                rounding = rounded_fp4
+            rounding = {"nvfp4": rounded_fp4, "fp8 groups": rounded_fp8_groups}.get(held, rounding)
             found[weight.untyped_storage().data_ptr()] = rounding
     # Each expert's product is one of its own.
     model.set_experts_implementation("eager")

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, forward_context
 from compile.custom_op import function_of
+from compile.formats import FP8_GROUP
 from compile.passes import quantizers
 from compile.passes.fuse_all_reduce_rms_norm import all_reduce_add_rms_norm
 from model import parallel
@@ -56,6 +57,7 @@ from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import filters as triton_filters
 from model.kernels.triton import fp4 as triton_fp4
+from model.kernels.triton import fp8 as triton_fp8
 from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
@@ -67,7 +69,7 @@ from model.layers import attention, linear, lora, moe
 from model.layers import latent_attention as latent_layer
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
-from model.quantization import Float8, Integers, WeightFormat
+from model.quantization import Integers, WeightFormat
 from model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -593,8 +595,9 @@ def check_integer_experts(rng: random.Random) -> None:
     torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
-def check_rounding(rng: random.Random) -> None:
-    """FP8 numbers of rows, to the bit; those that are not finite make their row NaN, alone."""
+def check_rounding(rng: random.Random, *, is_grouped: bool = False) -> None:
+    """FP8 numbers of rows, or of each 128 of a row, to the bit; those that are not finite make
+    their row, or group, NaN, alone."""
     size, num_rows = rng.choice([1, 40, 2048, 5000]), rng.choice([0, 1, 5])
     x = torch.full((num_rows, size + 3), torch.nan)[:, :size]
     x.copy_(torch.randn(num_rows, size) * 10 ** rng.uniform(-40, 30))
@@ -604,14 +607,20 @@ def check_rounding(rng: random.Random) -> None:
     num_read = rng.choice([None, 0, max(num_rows - 1, 0)])
     with NoWaiting(), Scratch():
         of_rank = None if num_read is None else torch.tensor([num_read]).int()
-        numbers, scales = triton_rounding.quantize_rows(x, of_rank)
+        name = "quantize_groups" if is_grouped else "quantize_rows"
+        numbers, scales = getattr(triton_rounding, name)(x, of_rank)
     assert num_read is None or scales[num_read:].isnan().all()
     x, numbers, scales = (each[:num_read] for each in (x, numbers, scales))
-    wanted, wanted_scales = quantizers.quantize_rows(x)
-    is_number = wanted_scales.isfinite().squeeze(-1)
+    wanted, wanted_scales = getattr(quantizers, name)(x)
+    assert scales.shape == wanted_scales.shape
+    group = FP8_GROUP if is_grouped else max(size, 1)
+    scales, wanted_scales, is_number = (
+        each.repeat_interleave(group, -1)[:, :size]
+        for each in (scales, wanted_scales, wanted_scales.isfinite())
+    )
     compare(scales[is_number], wanted_scales[is_number], exactly=True)
     compare(numbers.float()[is_number], wanted.float()[is_number], exactly=True)
-    assert (numbers.float() * scales).isnan().all(-1).equal(~is_number)
+    assert (numbers.float() * scales).isnan().equal(~is_number)
 
 
 def check_rounding_in_blocks(rng: random.Random) -> None:
@@ -648,30 +657,37 @@ def check_blocks(
 
 
 def short_experts(
-    matrices: torch.Tensor, held: WeightFormat
+    matrices: torch.Tensor, held: str
 ) -> tuple[torch.Tensor, list[packed_linear.PackedWeight], Any]:
     """Return handles of packed FP8 or FP4 experts, which they are as long as their owners, and all
     of them as a GPU holds them. Each expert of FP4 has global scales of its own."""
     if held == "fp8":
-        owners = [packed_linear.PackedWeight(matrix, Float8()) for matrix in matrices]
         stacked: Any = scaled_linear.scaled_weight(matrices)
+    elif held == "fp8_groups":
+        stacked = grouped_weight(matrices)
     else:
-        each = []
-        for matrix in matrices:
+        stacked = scaled_linear.BlockScaledWeight.empty(matrices.shape, CPU)
+        for number, matrix in enumerate(matrices):
             scale, of_inputs = (10 ** (torch.rand(1) + 2) for _ in range(2))
             numbers = quantizers.quantize_blocks(matrix, scale)
-            of_outputs = scale.expand(1, len(matrix))
-            each.append(scaled_linear.BlockScaledWeight(*numbers, of_outputs, of_inputs))
-        owners = [packed_linear.PackedWeight(weight) for weight in each]
-        stacked = scaled_linear.BlockScaledWeight.stacked(each)
+            stacked.of_expert(number).fill(slice(None), *numbers, scale, of_inputs)
+    each = [stacked.of_expert(number) for number in range(len(matrices))]
+    owners = [packed_linear.PackedWeight(weight) for weight in each]
     return torch.stack([owner.handle for owner in owners]), owners, stacked
 
 
-def check_short_experts(rng: random.Random, held: WeightFormat) -> None:
+def grouped_weight(matrices: torch.Tensor) -> scaled_linear.ScaledWeight:
+    numbers, scales = quantizers.quantize_groups(matrices)
+    return scaled_linear.ScaledWeight(numbers, scales.mT.contiguous())
+
+
+def check_short_experts(rng: random.Random, held: str) -> None:
     """Experts of FP8 or FP4 numbers, as a CPU multiplies each of them."""
     dtype = rng.choice([torch.float32, torch.float16])
     num_experts, num_tokens = rng.randint(1, 6), rng.choice([1, 7, 40])
     hidden, size = rng.choice([16, 48, 144]), rng.choice([16, 32, 80])
+    if held == "fp8_groups":
+        hidden, size = rng.choice([128, 144, 256]), rng.choice([16, 130, 136])
     num_own = rng.randint(1, num_experts)
     first = rng.randint(0, num_experts - num_own)
     x = torch.randn(num_tokens, hidden, dtype=dtype)
@@ -825,6 +841,20 @@ def check_fp4_linear(rng: random.Random) -> None:
     compare(found, scaled_linear.scaled_linear(*x, weight, bias, dtype))
 
 
+def check_fp8_linear(rng: random.Random) -> None:
+    """Products of FP8 numbers with a scale for each 128 inputs, as float32 makes them, to the
+    dtype's rounding."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_tokens, inputs = rng.choice([0, 1, 3, 17, 70]), rng.choice([136, 256, 400])
+    outputs = rng.choice([1, 31, 64, 150])
+    weight = grouped_weight(torch.randn(outputs, inputs) / inputs**0.5)
+    bias = torch.randn(outputs, dtype=dtype) if rng.random() < 0.5 else None
+    x = quantizers.quantize_groups(torch.randn(num_tokens, inputs))
+    with NoWaiting(), Scratch():
+        found = triton_fp8.fp8_linear(*x, weight, bias, dtype)
+    compare(found, scaled_linear.scaled_linear(*x, weight, bias, dtype))
+
+
 def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False) -> None:
     tolerance = 0.0 if exactly else TOLERANCE[wanted.dtype]
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
@@ -832,7 +862,7 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False)
 
 def check_model(rng: random.Random) -> None:
     for path in os.environ["CHECKPOINTS"].split(os.pathsep)[:2]:
-        check_checkpoint(rng, path, "auto")
+        check_checkpoint(rng, path, "none")
 
 
 def check_integer_model(rng: random.Random) -> None:
@@ -921,9 +951,12 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "integers": check_integers,
     "integer_experts": check_integer_experts,
     "rounding": check_rounding,
+    "rounding_in_groups": partial(check_rounding, is_grouped=True),
     "rounding_in_blocks": check_rounding_in_blocks,
+    "fp8_linear": check_fp8_linear,
     "nvfp4_linear": check_fp4_linear,
     "fp8_experts": partial(check_short_experts, held="fp8"),
+    "fp8_grouped_experts": partial(check_short_experts, held="fp8_groups"),
     "nvfp4_experts": partial(check_short_experts, held="nvfp4"),
     "route": check_route,
     "route_in_groups": check_route_in_groups,

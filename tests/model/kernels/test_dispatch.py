@@ -11,16 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from compile.custom_op import function_of
-from compile.passes.quantizers import quantize_fp8_per_token, quantize_nvfp4
+from compile.passes.quantizers import (
+    quantize_fp8_per_token,
+    quantize_fp8_per_token_group,
+    quantize_nvfp4,
+)
 from model.config import Latent
 from model.kernels import cpu, dispatch, paged_attention, triton
 from model.kernels.cpu.packed_linear import PackedWeight, scaled_linear
 from model.kernels.dispatch import silu_and_mul
-from model.kernels.scaled_linear import BlockScaledWeight
+from model.kernels.scaled_linear import BlockScaledWeight, ScaledWeight
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import fp4 as triton_fp4
+from model.kernels.triton import fp8 as triton_fp8
 from model.kernels.triton import latent as triton_latent
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
@@ -31,8 +36,8 @@ from model.layers.attention import Attention, AttentionMetadata
 from model.layers.decoder import RMSNorm
 from model.layers.latent_attention import LatentAttention
 from model.parallel import Placement
-from model.quantization import Float8
 
+CPU = torch.device("cpu")
 H, HKV, D, BLOCK = 8, 2, 16, 4
 KERNELS = {
     "split": triton_decode._split_kernel,
@@ -45,7 +50,9 @@ KERNELS = {
     "up": triton_experts._up_kernel,
     "down": triton_experts._down_kernel,
     "fp4": triton_fp4._linear_kernel,
+    "fp8": triton_fp8._linear_kernel,
     "rows": triton_rounding._rows_kernel,
+    "groups": triton_rounding._groups_kernel,
     "blocks": triton_rounding._blocks_kernel,
     "sum": triton_experts._sum_kernel,
     "route": triton_routing._route_kernel,
@@ -291,31 +298,36 @@ def on_gpu(op: Any) -> Any:
 
 @pytest.mark.feature("S08")
 def test_inputs_of_layers_of_short_numbers_are_rounded_by_one_launch(launches: list[Any]) -> None:
-    x, scale = torch.randn(5, 64), torch.ones(1)
+    x, wide, scale = torch.randn(5, 64), torch.randn(5, 272), torch.ones(1)
     on_gpu(quantize_fp8_per_token)(x)
-    rounded = on_gpu(quantize_nvfp4)(x, scale)
-    owner = PackedWeight(BlockScaledWeight.empty(48, 64, torch.device("cpu")))
-    out = on_gpu(scaled_linear)(*rounded, owner.handle, None, 48, torch.bfloat16)
-    assert (out.shape, out.dtype) == ((5, 48), torch.bfloat16)
-    assert launches == [("rows", (5,)), ("blocks", (5, 1)), ("fp4", (1, 2))]
+    of_fp8 = on_gpu(quantize_fp8_per_token_group)(wide)
+    of_fp4 = on_gpu(quantize_nvfp4)(x, scale)
+    for rounded, weight in (
+        (of_fp8, ScaledWeight.empty((48, 272), CPU, is_grouped=True)),
+        (of_fp4, BlockScaledWeight.empty((48, 64), CPU)),
+    ):
+        owner = PackedWeight(weight)
+        out = on_gpu(scaled_linear)(*rounded, owner.handle, None, 48, torch.bfloat16)
+        assert (out.shape, out.dtype) == ((5, 48), torch.bfloat16)
+    rounding = [("rows", (5,)), ("groups", (5, 1)), ("blocks", (5, 1))]
+    assert launches == [*rounding, ("fp8", (1, 2)), ("fp4", (1, 2))]
 
 
 @pytest.mark.feature("S08")
-@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["rows", "groups", "blocks"])
 def test_experts_of_short_numbers_are_rounded_before_each_product(
     kind: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moe, "is_on_gpu", lambda _: True)
     owners = []
-    for outputs, inputs in ((64, 48), (48, 32)):
-        if kind == "fp8":
-            owners.append(PackedWeight(torch.randn(4, outputs, inputs), Float8()))
-            continue
-        each = [BlockScaledWeight.empty(outputs, inputs, torch.device("cpu")) for _ in range(4)]
-        owners.append(PackedWeight(BlockScaledWeight.stacked(each)))
-    x, logits = torch.randn(5, 48), torch.randn(5, 4)
+    for shape in ((4, 320, 144), (4, 144, 160)):
+        if kind == "blocks":
+            owners.append(PackedWeight(BlockScaledWeight.empty(shape, CPU)))
+        else:
+            weight = ScaledWeight.empty(shape, CPU, is_grouped=kind == "groups")
+            owners.append(PackedWeight(weight))
+    x, logits = torch.randn(5, 144), torch.randn(5, 4)
     handles = (owner.handle for owner in owners)
     moe._routed_experts(x, logits, *handles, 2, True, "", "", None, 1, 1, 1.0)
-    rounding = "rows" if kind == "fp8" else "blocks"
     names = [name for name, _ in launches]
-    assert names == ["route", "sort", rounding, "up", rounding, "down", "sum"]
+    assert names == ["route", "sort", kind, "up", kind, "down", "sum"]
