@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,13 @@ CODE_OF_ZEROS = tl.constexpr(0x20)
 NAN = tl.constexpr(0x7F)
 ROUNDING = tl.constexpr(1.5 * 2**23)
 """A sum with it, less it, is the nearest integer, the even one of two."""
+
+
+@triton.jit
+def _scale(largest: tl.tensor, num_bad: tl.tensor) -> tl.tensor:
+    """Return the scale of numbers of which so many are not finite."""
+    scale = tl.maximum(tl.div_rn(largest, LARGEST), LEAST_SCALE)
+    return tl.where(num_bad > 0, float("nan"), scale)
 
 
 @triton.jit
@@ -45,36 +54,13 @@ def _rows_kernel(
         size = tl.abs(values.to(tl.float32))
         num_bad += (size < float("inf")).to(tl.int32) ^ 1
         largest = tl.maximum(largest, size)
-    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), LARGEST), LEAST_SCALE)
-    scale = tl.where(tl.sum(num_bad, 0) > 0, float("nan"), scale)
+    scale = _scale(tl.max(largest, 0), tl.sum(num_bad, 0))
     tl.store(scales + row, scale)
     for at in range(0, SIZE, BLOCK):
         is_column = at + columns < SIZE
         values = tl.load(x + row * stride_x + at + columns, mask=is_column, other=0.0)
         codes = to_e4m3(tl.div_rn(values.to(tl.float32), scale))
         tl.store(numbers + row * SIZE + at + columns, codes, mask=is_column)
-
-
-def quantize_rows(
-    x: torch.Tensor, num_rows: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `quantizers.quantize_rows` does, of x [..., I]; rows from `num_rows` on, int32
-    [1], stay unset."""
-    rows = x.reshape(-1, x.shape[-1])
-    codes = x.new_empty(x.shape, dtype=torch.uint8)
-    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    if len(rows):
-        _rows_kernel[(len(rows),)](
-            rows,
-            codes,
-            scales,
-            num_rows,
-            rows.stride(0),
-            SIZE=rows.shape[1],
-            BLOCK=min(triton.next_power_of_2(rows.shape[1]), COLUMNS),
-            num_warps=4,
-        )
-    return codes.view(FP8), scales
 
 
 @triton.jit
@@ -96,13 +82,21 @@ def _groups_kernel(
     columns = groups[:, None] * SHARED + tl.arange(0, SHARED)[None, :]
     values = tl.load(x + row * stride_x + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     size = tl.abs(values)
-    num_bad = tl.sum((size < float("inf")).to(tl.int32) ^ 1, 1)
-    scale = tl.maximum(tl.div_rn(tl.max(size, 1), LARGEST), LEAST_SCALE)
-    scale = tl.where(num_bad > 0, float("nan"), scale)
+    is_bad = (size < float("inf")).to(tl.int32) ^ 1
+    scale = _scale(tl.max(size, 1), tl.sum(is_bad, 1))
     num_groups: tl.constexpr = (SIZE + SHARED - 1) // SHARED
     tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
     codes = to_e4m3(tl.div_rn(values, scale[:, None]))
     tl.store(numbers + row * SIZE + columns, codes, mask=columns < SIZE)
+
+
+def quantize_rows(
+    x: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantizers.quantize_rows` does, of x [..., I]; rows from `num_rows` on, int32
+    [1], stay unset."""
+    columns = min(triton.next_power_of_2(x.shape[-1]), COLUMNS)
+    return _rounded(_rows_kernel, x, num_rows, num_scales=1, num_programs=1, BLOCK=columns)
 
 
 def quantize_groups(
@@ -110,23 +104,35 @@ def quantize_groups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `quantizers.quantize_groups` does, of x [..., I]; rows from `num_rows` on, int32
     [1], stay unset."""
-    rows = x.reshape(-1, x.shape[-1])
-    num_groups = triton.cdiv(rows.shape[1], FP8_GROUP)
-    codes = x.new_empty(x.shape, dtype=torch.uint8)
-    scales = x.new_empty((*x.shape[:-1], num_groups), dtype=torch.float32)
+    num_groups = triton.cdiv(x.shape[-1], FP8_GROUP)
     groups = min(triton.next_power_of_2(num_groups), COLUMNS // FP8_GROUP)
+    return _rounded(
+        _groups_kernel,
+        x,
+        num_rows,
+        num_scales=num_groups,
+        num_programs=triton.cdiv(num_groups, groups),
+        SHARED=FP8_GROUP,
+        GROUPS=groups,
+    )
+
+
+def _rounded(
+    kernel: Any,
+    x: torch.Tensor,
+    num_rows: torch.Tensor | None,
+    *,
+    num_scales: int,
+    num_programs: int,
+    **constants: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch so many programs for each row, which has so many scales."""
+    rows = x.reshape(-1, x.shape[-1])
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    scales = x.new_empty((*x.shape[:-1], num_scales), dtype=torch.float32)
     if len(rows):
-        _groups_kernel[len(rows), triton.cdiv(num_groups, groups)](
-            rows,
-            codes,
-            scales,
-            num_rows,
-            rows.stride(0),
-            SIZE=rows.shape[1],
-            SHARED=FP8_GROUP,
-            GROUPS=groups,
-            num_warps=4,
-        )
+        where = (rows, codes, scales, num_rows, rows.stride(0))
+        kernel[len(rows), num_programs](*where, SIZE=rows.shape[1], **constants, num_warps=4)
     return codes.view(FP8), scales
 
 

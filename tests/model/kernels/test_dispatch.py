@@ -309,7 +309,7 @@ def test_inputs_of_layers_of_short_numbers_are_rounded_by_one_launch(launches: l
         owner = PackedWeight(weight)
         out = on_gpu(scaled_linear)(*rounded, owner.handle, None, 48, torch.bfloat16)
         assert (out.shape, out.dtype) == ((5, 48), torch.bfloat16)
-    rounding = [("rows", (5,)), ("groups", (5, 1)), ("blocks", (5, 1))]
+    rounding = [("rows", (5, 1)), ("groups", (5, 1)), ("blocks", (5, 1))]
     assert launches == [*rounding, ("fp8", (1, 2)), ("fp4", (1, 2))]
 
 
