@@ -174,10 +174,6 @@ class EngineConfig:
         if self.device == "cuda" and self.transfer.transport == "shm":
             wanted = "auto or tcp with device=cuda, whose KV is no host memory"
             raise FieldError("kv.transport", wanted, self.transfer.transport)
-        is_fp8_on_a_gpu = self.device == "cuda" and self.quantization == "fp8"
-        if is_fp8_on_a_gpu and self.dtype != "bfloat16":
-            wanted = "bfloat16 with device=cuda and quantization=fp8, whose products are"
-            raise FieldError("dtype", wanted, self.dtype)
         if 0 < self.max_loras < len(self.lora_modules):
             wanted = f"at least {len(self.lora_modules)}, those of lora_modules, or 0"
             raise FieldError("max_loras", wanted, self.max_loras)

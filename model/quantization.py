@@ -96,21 +96,14 @@ class Float4:
 
 Form = Integers | Float8 | Float4
 
-FP8_MULTIPLE = 16
-"""Of which inputs and outputs are, where a GPU multiplies FP8."""
 
-
-def form_for(held: WeightFormat, num_inputs: int, num_outputs: int, *, is_gpu: bool) -> Form | None:
-    """Return how a layer of such a size on this rank holds its weight, None as it is read: FP8,
+def form_for(held: WeightFormat, num_inputs: int) -> Form | None:
+    """Return how a layer of so many inputs on this rank holds its weight, None as it is read: FP8,
     FP4, 8 bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as
     many of 120, 112 and so on as divide the inputs. A FieldError if it cannot."""
     if held == "none":
         return None
     if held == "fp8":
-        if is_gpu and (num_inputs % FP8_MULTIPLE or num_outputs % FP8_MULTIPLE):
-            wanted = f"none where inputs or outputs of layers are no multiple of {FP8_MULTIPLE}"
-            found = f"fp8, {num_inputs} inputs and {num_outputs} outputs"
-            raise FieldError("quantization", wanted, Words(found))
         return Float8()
     if held == "nvfp4":
         if num_inputs % FP4_BLOCK:

@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from compile.errors import FieldError, Words
 from model.config import ModelConfig
 from model.files import check_file, read_json, refused
-from model.kernels.scaled_linear import FIRST_FP8_GPU
 from model.layers.attention import scale_of
 from model.layers.decoder import CausalLM
 from model.layers.linear import kv_heads_of
@@ -438,14 +437,6 @@ def blank_model(
     return model.eval(), config
 
 
-def _check_products_on(gpu: torch.device, held: WeightFormat) -> None:
-    """Refuse products that a GPU cannot compute, by name."""
-    major, minor = torch.cuda.get_device_capability(gpu)
-    if held == "fp8" and (major, minor) < FIRST_FP8_GPU:
-        wanted = "none on a GPU before sm_89, which does not multiply FP8"
-        raise FieldError("quantization", wanted, Words(f"fp8 on sm_{major}{minor}"))
-
-
 def _described_model(
     checkpoint_dir: Path | str, place: Placement, *, has_mtp: bool = False
 ) -> tuple[CausalLM, ModelConfig]:
@@ -459,11 +450,9 @@ def _described_model(
         )
         config = replace(config, tie_word_embeddings=False)
     stored = config.quantization
-    if stored and place.quantization != stored.own_format:
+    if stored and (place.quantization == "none" or place.quantization != stored.own_format):
         name = str(place.dtype).removeprefix("torch.")
         log.info("weights that are stored as %s are computed in %s", stored.layout, name)
-    if place.quantization in ("fp8", "nvfp4") and place.device.type == "cuda":
-        _check_products_on(place.device, place.quantization)
     if place.quantization == "nvfp4" and not (stored and stored.has_input_scales):
         wanted = f"none where no input_global_scale is stored: it takes {NVFP4} with activations"
         raise FieldError("quantization", wanted, "nvfp4")

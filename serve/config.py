@@ -299,12 +299,11 @@ def _resolved(
         raise FieldError("kv_cache_dtype", wanted, args.kv_cache_dtype)
     lora_modules = _lora_modules(args)
     max_loras = _max_loras(args, len(lora_modules))
-    dtype = model.dtype if args.dtype == "auto" else args.dtype
     engine = EngineConfig(
         model_path=str(path),
         max_model_len=_max_model_len(args, model),
-        dtype=dtype,
-        quantization=_held_weights(args, model, device, dtype),
+        dtype=model.dtype if args.dtype == "auto" else args.dtype,
+        quantization=_held_weights(args, model, device),
         device=device,
         role=Role(name),
         parallel=parallel,
@@ -469,14 +468,11 @@ def _adapter_names(engine: EngineConfig, model_names: tuple[str, ...]) -> tuple[
     return names
 
 
-def _held_weights(args: DeployArgs, model: ModelConfig, device: str, dtype: str) -> WeightFormat:
+def _held_weights(args: DeployArgs, model: ModelConfig, device: str) -> WeightFormat:
     if args.quantization != "auto":
         return args.quantization
-    if model.quantization is None or device != "cuda":
-        return "none"
-    held = model.quantization.own_format
-    # A GPU's products of FP8 are bfloat16.
-    return "none" if held == "fp8" and dtype != "bfloat16" else held
+    stored = model.quantization
+    return "none" if stored is None or device != "cuda" else stored.own_format
 
 
 def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:

@@ -81,6 +81,7 @@ KERNEL_MODULES = (
     triton_routing,
 )
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
+FLOAT = torch.float32
 REGISTERS, WARP_REGISTERS, MAX_WARPS = 65_536, 256, 64
 """Of a multiprocessor; what a warp's are rounded up to."""
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
@@ -157,11 +158,9 @@ def cases(
         for held in (Integers(4, 128), Integers(8, 4096)):
             yield integer_case(num_tokens, 4096, 14336, held, dtype)
         yield fp4_case(num_tokens, 4096, 14336, dtype)
-        held_as = [integer_matrices, fp4_matrices]
-        if divmod(arch, 10) >= FIRST_FP8_GPU:
-            held_as += [fp8_matrices, grouped_fp8_matrices]
-            yield fp8_case(num_tokens, 4096, 14336, dtype)
-        for matrices in held_as:
+        for num_groups in (1, 32):
+            yield fp8_case(num_tokens, 4096, 14336, num_groups, dtype)
+        for matrices in (integer_matrices, fp4_matrices, fp8_matrices, grouped_fp8_matrices):
             yield short_expert_case(num_tokens, 2048, 768, matrices, dtype)
     # DeepSeek-V3's and -V2's routing.
     yield route_case("sigmoid", 256, 8, empty(256, dtype=torch.float32), 8, 4, 2.5)
@@ -231,16 +230,14 @@ def fp4_case(
 
 
 def fp8_case(
-    num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype
+    num_tokens: int, inputs: int, outputs: int, num_groups: int, dtype: torch.dtype
 ) -> tuple[str, Callable[[], object]]:
-    """Return a product with FP8 numbers that have several scales for an output."""
-    x = empty(num_tokens, inputs, dtype=FP8)
-    scales, of_columns = (empty(*size, dtype=torch.float32) for size in ((num_tokens, 32), (32, 1)))
-    weight = ScaledWeight(empty(outputs, inputs, dtype=FP8), of_columns.expand(32, outputs))
-    return (
-        f"T{num_tokens} I{inputs} fp8",
-        lambda: triton_fp8.fp8_linear(x, scales, weight, None, dtype),
-    )
+    """Return a product with FP8 numbers that have so many scales for an output."""
+    x, scales = empty(num_tokens, inputs, dtype=FP8), empty(num_tokens, num_groups, dtype=FLOAT)
+    numbers, own = empty(outputs, inputs, dtype=FP8), empty(num_groups, outputs, dtype=FLOAT)
+    name = f"T{num_tokens} I{inputs} G{num_groups} fp8"
+    weight = ScaledWeight(numbers, own)
+    return name, lambda: triton_fp8.fp8_linear(x, scales, weight, None, dtype)
 
 
 def short_expert_case(
@@ -385,6 +382,8 @@ def recording(arch: int) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     with ExitStack() as stack:
         stack.enter_context(patch.object(triton_prefill, "arch_of", lambda _device: arch))
+        has_fp8 = divmod(arch, 10) >= FIRST_FP8_GPU
+        stack.enter_context(patch.object(triton_fp8, "multiplies_fp8", lambda _device: has_fp8))
         for kernel in (kernel for module in KERNEL_MODULES for kernel in kernels_of(module)):
             original = kernel.run
             stack.callback(setattr, kernel, "run", original)

@@ -20,7 +20,12 @@ from compile.custom_op import direct_register_custom_op
 from compile.passes.quantizers import quantize_blocks, quantize_groups, quantize_rows
 from model.kernels import cpu, elementwise
 from model.kernels.cpu.packed_linear import short_numbers
-from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
+from model.kernels.scaled_linear import (
+    BlockScaledWeight,
+    IntegerWeight,
+    ScaledWeight,
+    multiplies_on_gpu,
+)
 from model.kernels.scaled_linear import scaled_linear as scaled_product
 
 
@@ -86,14 +91,13 @@ def scaled_linear(
     out_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply with the FP8 or FP4 weight of `handle`: by a kernel with FP8 that has several scales
-    for an output, and with FP4 that this GPU does not multiply."""
+    """Multiply with the FP8 or FP4 weight of `handle`: by a kernel of ours where torch does not."""
     weight = short_numbers(handle)
     assert not isinstance(weight, IntegerWeight)
     multiply = scaled_product
     if isinstance(weight, BlockScaledWeight) and weight.blocks.ndim > 1:
         multiply = _triton().fp4_linear
-    elif isinstance(weight, ScaledWeight) and weight.form.is_grouped:
+    elif isinstance(weight, ScaledWeight) and not multiplies_on_gpu(weight, dtype):
         multiply = _triton().fp8_linear
     return multiply(numbers, scales, weight, bias, dtype)
 

@@ -6,8 +6,8 @@ FP8 (e4m3) has one for each token of the inputs and one for each output of the w
 scales that torch multiplies by on every device (`_scaled_mm` by rows): on a GPU it knows them from
 sm_89 on, with results in bfloat16, and on a CPU in any dtype, but not in all versions. A scale for
 the whole weight would lose more to its largest number and save nothing. Where a checkpoint has one
-for each 128 inputs, so has either side (DeepSeek-V3; DeepSeek-AI, 2024), and on a GPU a Triton
-kernel multiplies.
+for each 128 inputs, so has either side (DeepSeek-V3; DeepSeek-AI, 2024). Where torch does not
+multiply on a GPU, a Triton kernel does.
 
 FP4 (e2m1, NVFP4) has one for each 16 numbers of either side, in e4m3, and one for all of them. GPUs
 multiply these from sm_100 on; on others a Triton kernel does.
@@ -46,6 +46,8 @@ FIRST_FP8_GPU, FIRST_FP4_GPU = (8, 9), (10, 0)
 """The compute capabilities from which GPUs multiply FP8 numbers, and FP4 numbers in blocks."""
 FP4_MULTIPLES = (32, 16)
 """Of which inputs and outputs are where they do."""
+FP8_MULTIPLE = 16
+"""Of which both are where torch multiplies FP8 on a GPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +226,19 @@ def scaled_linear(
     else:
         wide = F.linear(numbers.float(), weight.numbers.float()) * scales * weight.scales
     return (wide if bias is None else wide + bias).to(dtype)
+
+
+@functools.cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether a device is a GPU that multiplies FP8 numbers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_FP8_GPU
+
+
+def multiplies_on_gpu(weight: ScaledWeight, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies on the weight's GPU, with results of this dtype."""
+    is_even = all(size % FP8_MULTIPLE == 0 for size in weight.shape)
+    is_taken = is_even and dtype == torch.bfloat16 and not weight.form.is_grouped
+    return is_taken and multiplies_fp8(weight.device)
 
 
 def _spread(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

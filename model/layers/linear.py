@@ -50,8 +50,7 @@ class Linear(WeightedLayer):
     ) -> None:
         super().__init__(place)
         is_held_as = place.quantization if self.is_quantizable else "none"
-        is_gpu = place.device.type == "cuda"
-        self.form = form_for(is_held_as, in_features, out_features, is_gpu=is_gpu)
+        self.form = form_for(is_held_as, in_features)
         self.weight = self.declare(out_features, in_features)
         self.bias = self.declare(out_features) if bias else None
         for name in ("handle", "lora_a", "lora_b", "input_scale"):

@@ -93,9 +93,7 @@ class ExpertWeights(WeightedLayer):
         """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each."""
         super().__init__(place)
         self._own = place.shard.own_experts(num_experts)
-        self.form = form_for(
-            place.quantization, in_features, len(parts) * out_features, is_gpu=False
-        )
+        self.form = form_for(place.quantization, in_features)
         self.weight = self.declare(len(self._own), len(parts) * out_features, in_features)
         self.register_buffer("handles", None, persistent=False)
         self._packed: list[PackedWeight] = []

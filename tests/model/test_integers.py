@@ -21,6 +21,7 @@ from model.kernels import scaled_linear as scaled_module
 from model.kernels.cpu import native
 from model.kernels.cpu import packed_linear as module
 from model.kernels.cpu.packed_linear import PackedWeight, packed_linear, scaled_linear
+from model.kernels.scaled_linear import FIRST_FP8_GPU, ScaledWeight, multiplies_on_gpu
 from model.layers.decoder import CausalLM
 from model.layers.linear import Linear
 from model.parallel import Shard
@@ -66,8 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def packed(weight: torch.Tensor, held: WeightFormat) -> PackedWeight:
-    outputs, inputs = weight.shape
-    return PackedWeight(weight, form_for(held, inputs, outputs, is_gpu=False))
+    return PackedWeight(weight, form_for(held, weight.shape[1]))
 
 
 def held_numbers(weight: torch.Tensor, held: WeightFormat) -> torch.Tensor:
@@ -181,11 +181,11 @@ def test_numbers_are_within_half_a_step_and_integers_come_back(held: WeightForma
 def test_groups_divide_the_inputs_and_what_has_none_is_refused() -> None:
     sizes = {896: 128, 4864: 128, 448: 112, 272: 16, 136: 8, 128: 128, 60: 60, 37: 37, 1: 1}
     for inputs, group in sizes.items():
-        found = form_for("int4", inputs, 1, is_gpu=False)
+        found = form_for("int4", inputs)
         assert isinstance(found, Integers) and found.group == group
-    assert form_for("none", 37, 1, is_gpu=False) is None
+    assert form_for("none", 37) is None
     with pytest.raises(FieldError) as error:
-        form_for("int4", 4 * 37, 1, is_gpu=False)
+        form_for("int4", 4 * 37)
     assert str(error.value) == (
         "quantization: wanted none, fp8 or int8 where layers have over 128 inputs, and no multiple "
         "of 8, found int4 and 148 inputs"
@@ -218,26 +218,29 @@ def test_fp8_products_are_those_of_rounded_weights_and_inputs(
     assert found.isnan().any(1).nonzero().tolist() == [[1]] * (rows > 1)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(272, 149), (149, 272)])
-def test_a_gpu_refuses_what_it_does_not_multiply(inputs: int, outputs: int) -> None:
-    form_for("fp8", 272, 32, is_gpu=True)
-    with pytest.raises(FieldError) as error:
-        form_for("fp8", inputs, outputs, is_gpu=True)
-    assert str(error.value) == (
-        "quantization: wanted none where inputs or outputs of layers are no multiple of 16, found "
-        f"fp8, {inputs} inputs and {outputs} outputs"
-    )
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
-def test_a_gpu_without_fp8_products_is_refused_before_anything_is_read(
-    family: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shape", "dtype", "sm", "is_grouped", "by_torch"),
+    [
+        ((48, 272), torch.bfloat16, (9, 0), False, True),
+        ((48, 272), torch.bfloat16, (8, 9), False, True),
+        ((48, 272), torch.bfloat16, (8, 0), False, False),
+        ((48, 272), torch.float16, (9, 0), False, False),
+        ((48, 272), torch.bfloat16, (9, 0), True, False),
+        ((40, 272), torch.bfloat16, (9, 0), False, False),
+        ((48, 264), torch.bfloat16, (9, 0), False, False),
+    ],
+)
+def test_on_a_gpu_torch_multiplies_what_it_takes(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    sm: tuple[int, int],
+    is_grouped: bool,
+    by_torch: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, _ = make_checkpoint(family=family, **FAMILIES[family])
-    line = "none on a GPU before sm_89, which does not multiply FP8, found fp8 on sm_80"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(FieldError, match=f"^quantization: wanted {line}"):
-        load_model(path, dtype=torch.bfloat16, device="cuda", quantization="fp8")
+    weight = ScaledWeight.empty(shape, torch.device("cpu"), is_grouped=is_grouped)
+    monkeypatch.setattr(scaled_module, "multiplies_fp8", lambda _: sm >= FIRST_FP8_GPU)
+    assert multiplies_on_gpu(weight, dtype) == by_torch
 
 
 # --- whole models -----------------------------------------------------------------------------

@@ -348,7 +348,7 @@ FP4_FILE = compressed("nvfp4-pack-quantized", {"dynamic": "local"}, **FP4_KIND)
     [
         (FP8_FILE, {}, "fp8"),
         (FP8_FILE, {"device": "cpu"}, "none"),
-        (FP8_FILE, {"dtype": "float16"}, "none"),
+        (FP8_FILE, {"dtype": "float16"}, "fp8"),
         (FP8_FILE, {"quantization": "none"}, "none"),
         (FP8_FILE, {"quantization": "int8"}, "int8"),
         (FP8_FILE | {"weight_block_size": [128, 64]}, {}, "none"),
@@ -570,10 +570,6 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         (
             {"quantization": "fp4"},
             "quantization: wanted auto, none, int8, int4, fp8 or nvfp4, found",
-        ),
-        (
-            {"device": "cuda", "quantization": "fp8", "dtype": "float16"},
-            "dtype: wanted bfloat16 with device=cuda and quantization=fp8, whose products are",
         ),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
         ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),

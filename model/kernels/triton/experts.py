@@ -28,9 +28,11 @@ import torch
 import triton
 import triton.language as tl
 
-from compile.formats import FP4_BLOCK, FP8_GROUP
+from compile.formats import FP4_BLOCK
+from compile.passes.quantizers import FP8
 from compile.pieces.shapes import next_pow2
 from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
+from model.kernels.triton import fp8
 from model.kernels.triton.fp4 import fp4_product, over_global_scales
 from model.kernels.triton.fp8 import fp8_product
 from model.kernels.triton.integers import integer_product, layout_of
@@ -58,10 +60,16 @@ class ProductTiles:
 
 
 def product_tiles(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_widened: bool = False
+    num_pairs: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    *,
+    is_short: bool = False,
+    is_widened: bool = False,
 ) -> ProductTiles:
     """Return tiles as high as an expert has pairs on average, within what spills no register.
-    dtype: of what is multiplied; is_widened: matrices are not that in memory"""
+    dtype: of what is multiplied; is_short: by `_short_product`; is_widened: matrices are not that
+    in memory"""
     is_half = dtype.itemsize <= 2
     mean = next_pow2(-(-num_pairs // num_experts))
     rows = min(max(mean, MIN_DOT), 64 if is_half else 32)
@@ -73,7 +81,7 @@ def product_tiles(
     return ProductTiles(
         rows=rows,
         # What a matrix is widened from, or a group's sum of products, is beside the sum of all.
-        columns=128 if is_high and not is_widened else 64,
+        columns=128 if is_high and not is_short else 64,
         inputs=inputs,
         num_warps=4,
         num_stages=3,
@@ -167,7 +175,7 @@ def _short_product(
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """Return the product of rows with some outputs of an expert's integers, FP4 numbers, or FP8
-    numbers with several scales for an output.
+    numbers that have several scales for an output or become wide.
 
     of_rows: x, its scales and stride; of_expert: the matrix, its scales of blocks and columns, and
     that of inputs; SHAPE: the matrix's outputs and inputs; TILE: rows, columns and inputs at once
@@ -181,9 +189,8 @@ def _short_product(
         )
     elif column_scales is None:
         own = (weight, blocks, SHAPE[0])
-        product = fp8_product(
-            of_rows, own, rows, is_row, columns, is_column, SHAPE[1], LAYOUT[0], TILE[0], TILE[1]
-        )
+        where = (rows, is_row, columns, is_column)
+        product = fp8_product(of_rows, own, *where, DTYPE, SHAPE[1], LAYOUT[0], TILE)
     else:
         both = (x, row_scales, weight, blocks)
         product = fp4_product(both, rows, is_row, columns, is_column, DTYPE, SHAPE[1], TILE)
@@ -376,15 +383,16 @@ class _Operand(NamedTuple):
 
     numbers: torch.Tensor
     blocks: torch.Tensor | None
-    """Scales of FP4's blocks, as bytes, or of FP8's groups, float32 [Xr, G, O]."""
+    """Scales of FP4's blocks, as bytes, or FP8's that `fp8_product` multiplies, float32 [Xr, G,
+    O]."""
     column_scales: torch.Tensor | None
-    """Of FP8 that has no groups, or FP4's global ones: float32 [Xr, 1, O]."""
+    """Of other FP8, or FP4's global ones: float32 [Xr, 1, O]."""
     input_scales: torch.Tensor | None
     """FP4's global ones: float32 [Xr, 1]."""
     num_inputs: int
     layout: tuple[int, ...] | None
-    """A kernel's constant for integers, FP4 numbers or groups of FP8; None: what is multiplied as
-    it is."""
+    """A kernel's constant for integers, FP4 numbers, or FP8 for `fp8_product`; None: what is
+    multiplied as it is."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -406,9 +414,9 @@ def _operand(matrices: Matrices) -> _Operand:
         codes = blocks.view(torch.uint8)
         return _Operand(numbers, codes, of_outputs, of_inputs, num_inputs, (FP4_BLOCK,))
     if isinstance(matrices, ScaledWeight):
-        numbers, scales = matrices
-        if matrices.form.is_grouped:
-            return _Operand(numbers, scales, None, None, num_inputs, (FP8_GROUP,))
+        numbers, scales = fp8.operand(matrices.numbers), matrices.scales
+        if matrices.form.is_grouped or numbers.dtype == torch.uint8:
+            return _Operand(numbers, scales, None, None, num_inputs, (fp8.group_of(matrices),))
         return _Operand(numbers, None, scales, None, num_inputs, None)
     return _Operand(matrices, None, None, None, num_inputs, None)
 
@@ -420,7 +428,8 @@ def _rounded(
     pair, sorted by expert."""
     if isinstance(matrices, ScaledWeight):
         quantize = quantize_groups if matrices.form.is_grouped else quantize_rows
-        return quantize(rows, pairs.num_own if is_sorted else None)
+        numbers, scales = quantize(rows, pairs.num_own if is_sorted else None)
+        return fp8.operand(numbers), scales
     if isinstance(matrices, BlockScaledWeight):
         numbers, scales = quantize_blocks(rows, matrices.input_scale, pairs, is_sorted=is_sorted)
         return numbers, scales.view(torch.uint8)
@@ -443,8 +452,10 @@ def expert_mlp(
         return x.new_empty(x.shape)
     up, back = _operand(gate_up), _operand(down)
     num_experts, size = len(up.numbers), back.num_inputs
-    dtype = up.numbers.dtype if up.layout is None else x.dtype
-    tiles = product_tiles(num_pairs, num_experts, dtype, is_widened=up.layout is not None)
+    is_short = up.layout is not None
+    is_widened = is_short and up.numbers.dtype != FP8
+    dtype = x.dtype if is_widened else up.numbers.dtype
+    tiles = product_tiles(num_pairs, num_experts, dtype, is_short=is_short, is_widened=is_widened)
     order, bounds, first_tile = sort_pairs(experts, num_experts, first_expert, tiles.rows)
     pairs = Pairs(order, bounds, experts, first_expert)
     where = (order, bounds, first_tile, num_experts)

@@ -1,7 +1,9 @@
-"""Products of FP8 numbers on a GPU where each 128 inputs of either side have a scale. What has one
-scale for a row torch multiplies. The reference is `scaled_linear.py`.
+"""Products of FP8 numbers on a GPU where torch has none: of weights with a scale for each 128
+inputs, of sizes and dtypes that it refuses, and of all before sm_89, which does not multiply FP8.
+There they become wide in registers, which is exact. The reference is `scaled_linear.py`.
 
-Shapes: T tokens, I inputs, O outputs, G groups of 128 inputs, the last one of what is left.
+Shapes: T tokens, I inputs, O outputs, G groups of 128 inputs, the last one of what is left, or one
+of all.
 """
 
 from __future__ import annotations
@@ -11,8 +13,19 @@ import triton
 import triton.language as tl
 
 from compile.formats import FP8_GROUP
-from model.kernels.scaled_linear import ScaledWeight
+from model.kernels.scaled_linear import ScaledWeight, multiplies_fp8
+from model.kernels.triton.e4m3 import UNIT, from_e4m3
 from model.kernels.triton.tiles import linear_tiles
+
+
+def operand(numbers: torch.Tensor) -> torch.Tensor:
+    """Return FP8 numbers as kernels take them: as codes where they become wide."""
+    return numbers if multiplies_fp8(numbers.device) else numbers.view(torch.uint8)
+
+
+def group_of(weight: ScaledWeight) -> int:
+    """Return how many inputs share a scale."""
+    return FP8_GROUP if weight.form.is_grouped else weight.shape[-1]
 
 
 @triton.jit
@@ -23,35 +36,53 @@ def fp8_product(
     is_row: tl.tensor,
     columns: tl.tensor,
     is_column: tl.tensor,
+    DTYPE: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the product of some rows with some outputs, float32 [M, N]. A group's products are
-    summed by themselves, which also bounds what an H100 sums in 14 bits.
+    """Return the product of some rows with some outputs, float32 [M, N].
 
     of_rows: e4m3 [T, I], scales [T, G] and the numbers' stride; of_columns: e4m3 [O, I], scales
-    [G, O] and their stride; rows: int64 [M]; columns: [N]
+    [G, O] and their stride; rows: int64 [M]; columns: [N]; DTYPE: what codes become; GROUP: inputs
+    that share a scale, of which those at once are a part; TILE: M, N and inputs at once
     """
     x, x_scales, stride_x = of_rows
     numbers, scales, stride_scales = of_columns
+    IS_WIDE: tl.constexpr = x.dtype.element_ty == tl.uint8
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-    inputs = tl.arange(0, GROUP)
+    BLOCK_K: tl.constexpr = TILE[2]
+    # An H100 sums products of FP8 in 14 bits until told to stop.
+    FEW: tl.constexpr = None if IS_WIDE else BLOCK_K
+    inputs = tl.arange(0, BLOCK_K)
     x_at = x + rows[:, None] * stride_x + inputs[None, :]
     numbers_at = numbers + columns[None, :].to(tl.int64) * INPUTS + inputs[:, None]
-    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in range(GROUPS):
+    product = tl.zeros([TILE[0], TILE[1]], tl.float32)
+    of_group = tl.zeros([TILE[0], TILE[1]], tl.float32)
+    for at in range(0, INPUTS, BLOCK_K):
         is_x, is_number = is_row[:, None], is_column[None, :]
-        if INPUTS % GROUP != 0:
-            is_input = group * GROUP + inputs < INPUTS
+        if INPUTS % BLOCK_K != 0:
+            is_input = at + inputs < INPUTS
             is_x, is_number = is_x & is_input[None, :], is_number & is_input[:, None]
-        x_tile = tl.load(x_at + group * GROUP, mask=is_x, other=0.0)
-        tile = tl.load(numbers_at + group * GROUP, mask=is_number, other=0.0)
-        of_group = tl.dot(x_tile, tile)
-        row_scales = tl.load(x_scales + rows * GROUPS + group, mask=is_row, other=0.0)
-        own = tl.load(scales + group * stride_scales + columns, mask=is_column, other=0.0)
-        product += of_group * row_scales[:, None] * own[None, :]
+        x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
+        tile = tl.load(numbers_at + at, mask=is_number, other=0.0)
+        if IS_WIDE:
+            x_tile, tile = from_e4m3(x_tile).to(DTYPE), from_e4m3(tile).to(DTYPE)
+        of_group = tl.dot(x_tile, tile, of_group, input_precision="ieee", max_num_imprecise_acc=FEW)
+        if GROUPS > 1:
+            group = at // GROUP
+            is_last = ((at + BLOCK_K) % GROUP == 0) | (at + BLOCK_K >= INPUTS)
+            row_scales = tl.load(x_scales + rows * GROUPS + group, mask=is_row, other=0.0)
+            own = tl.load(scales + group * stride_scales + columns, mask=is_column, other=0.0)
+            scaled = of_group * row_scales[:, None] * own[None, :]
+            product += tl.where(is_last, scaled, 0.0)
+            of_group = tl.where(is_last, 0.0, of_group)
+    if GROUPS == 1:
+        row_scales = tl.load(x_scales + rows, mask=is_row, other=0.0)
+        own = tl.load(scales + columns, mask=is_column, other=0.0)
+        product = of_group * row_scales[:, None] * own[None, :]
+    if IS_WIDE:
+        product *= UNIT * UNIT
     return product
 
 
@@ -69,19 +100,20 @@ def _linear_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < num_tokens, columns < OUTPUTS
     of_rows, of_columns = (x, x_scales, INPUTS), (numbers, scales, OUTPUTS)
-    total = fp8_product(
-        of_rows, of_columns, rows, is_row, columns, is_column, INPUTS, GROUP, BLOCK_M, BLOCK_N
-    )
+    own = (rows, is_row, columns, is_column)
+    dtype = out.dtype.element_ty
+    TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
+    total = fp8_product(of_rows, of_columns, *own, dtype, INPUTS, GROUP, TILE)
     if bias is not None:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
-    rounded = total.to(out.dtype.element_ty)
-    tl.store(out_at, rounded, mask=is_row[:, None] & is_column[None, :])
+    tl.store(out_at, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
 
 def fp8_linear(
@@ -91,25 +123,27 @@ def fp8_linear(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Do what `scaled_linear` does with an FP8 weight of several groups, all of it contiguous."""
+    """Do what `scaled_linear` does with an FP8 weight, all of it contiguous."""
     num_tokens, (outputs, inputs) = len(numbers), weight.shape
     out = numbers.new_empty(num_tokens, outputs, dtype=dtype)
     if not num_tokens:
         return out
-    tiles = linear_tiles(num_tokens, dtype)
+    tiles, x = linear_tiles(num_tokens, dtype), operand(numbers)
+    is_narrow = tiles.rows < 64 and dtype.itemsize <= 2
     _linear_kernel[triton.cdiv(num_tokens, tiles.rows), triton.cdiv(outputs, tiles.columns)](
-        numbers,
+        x,
         scales,
-        weight.numbers,
+        operand(weight.numbers),
         weight.scales,
         bias,
         out,
         num_tokens,
         INPUTS=inputs,
         OUTPUTS=outputs,
-        GROUP=FP8_GROUP,
+        GROUP=group_of(weight),
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
+        BLOCK_K=128 if is_narrow or x.dtype != torch.uint8 else 32,
         num_warps=tiles.num_warps,
         num_stages=3,
     )

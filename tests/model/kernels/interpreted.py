@@ -681,6 +681,11 @@ def grouped_weight(matrices: torch.Tensor) -> scaled_linear.ScaledWeight:
     return scaled_linear.ScaledWeight(numbers, scales.mT.contiguous())
 
 
+def on_a_gpu_with_fp8(is_multiplied: bool) -> Any:
+    """Let kernels multiply FP8 numbers, or widen them as on a GPU that does not."""
+    return patch.object(triton_fp8, "multiplies_fp8", lambda _: is_multiplied)
+
+
 def check_short_experts(rng: random.Random, held: str) -> None:
     """Experts of FP8 or FP4 numbers, as a CPU multiplies each of them."""
     dtype = rng.choice([torch.float32, torch.float16])
@@ -696,7 +701,7 @@ def check_short_experts(rng: random.Random, held: str) -> None:
     up = torch.randn(num_own, 2 * size, hidden, dtype=dtype) / hidden**0.5
     down = torch.randn(num_own, hidden, size, dtype=dtype) / size**0.5
     handles, owners, stacked = zip(*(short_experts(each, held) for each in (up, down)), strict=True)
-    with NoWaiting(), Scratch():
+    with NoWaiting(), Scratch(), on_a_gpu_with_fp8(rng.random() < 0.5):
         found = triton_experts.expert_mlp(x, *routed, *stacked, first)
     wanted = cpu.expert_mlp(x, *routed, *handles, first)
     assert len(owners[0]) == num_own
@@ -842,15 +847,18 @@ def check_fp4_linear(rng: random.Random) -> None:
 
 
 def check_fp8_linear(rng: random.Random) -> None:
-    """Products of FP8 numbers with a scale for each 128 inputs, as float32 makes them, to the
-    dtype's rounding."""
+    """Products of FP8 numbers with a scale for each 128 inputs or for all, widened or not, as
+    float32 makes them, to the dtype's rounding."""
+    is_grouped = rng.random() < 0.5
     dtype = rng.choice([torch.float32, torch.float16])
     num_tokens, inputs = rng.choice([0, 1, 3, 17, 70]), rng.choice([136, 256, 400])
     outputs = rng.choice([1, 31, 64, 150])
-    weight = grouped_weight(torch.randn(outputs, inputs) / inputs**0.5)
+    make = grouped_weight if is_grouped else scaled_linear.scaled_weight
+    weight = make(torch.randn(outputs, inputs) / inputs**0.5)
     bias = torch.randn(outputs, dtype=dtype) if rng.random() < 0.5 else None
-    x = quantizers.quantize_groups(torch.randn(num_tokens, inputs))
-    with NoWaiting(), Scratch():
+    quantize = quantizers.quantize_groups if is_grouped else quantizers.quantize_rows
+    x = quantize(torch.randn(num_tokens, inputs))
+    with NoWaiting(), Scratch(), on_a_gpu_with_fp8(rng.random() < 0.5):
         found = triton_fp8.fp8_linear(*x, weight, bias, dtype)
     compare(found, scaled_linear.scaled_linear(*x, weight, bias, dtype))
 

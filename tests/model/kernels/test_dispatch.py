@@ -299,18 +299,19 @@ def on_gpu(op: Any) -> Any:
 @pytest.mark.feature("S08")
 def test_inputs_of_layers_of_short_numbers_are_rounded_by_one_launch(launches: list[Any]) -> None:
     x, wide, scale = torch.randn(5, 64), torch.randn(5, 272), torch.ones(1)
-    on_gpu(quantize_fp8_per_token)(x)
-    of_fp8 = on_gpu(quantize_fp8_per_token_group)(wide)
+    of_rows = on_gpu(quantize_fp8_per_token)(x)
+    of_groups = on_gpu(quantize_fp8_per_token_group)(wide)
     of_fp4 = on_gpu(quantize_nvfp4)(x, scale)
     for rounded, weight in (
-        (of_fp8, ScaledWeight.empty((48, 272), CPU, is_grouped=True)),
+        (of_groups, ScaledWeight.empty((48, 272), CPU, is_grouped=True)),
+        (of_rows, ScaledWeight.empty((48, 64), CPU, is_grouped=False)),
         (of_fp4, BlockScaledWeight.empty((48, 64), CPU)),
     ):
         owner = PackedWeight(weight)
         out = on_gpu(scaled_linear)(*rounded, owner.handle, None, 48, torch.bfloat16)
         assert (out.shape, out.dtype) == ((5, 48), torch.bfloat16)
     rounding = [("rows", (5, 1)), ("groups", (5, 1)), ("blocks", (5, 1))]
-    assert launches == [*rounding, ("fp8", (1, 2)), ("fp4", (1, 2))]
+    assert launches == [*rounding, ("fp8", (1, 2)), ("fp8", (1, 2)), ("fp4", (1, 2))]
 
 
 @pytest.mark.feature("S08")
