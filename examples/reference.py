@@ -331,7 +331,7 @@ def _type(kind: Any) -> str:
     """Return a type as a struct has it, without bounds."""
     arguments = [_type(each) for each in get_args(kind) if each is not msgspec.UnsetType]
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(arguments)
+        return " or ".join(dict.fromkeys(arguments))
     if get_origin(kind) is Literal:
         return "str"
     name = {NoneType: "None", ...: "..."}.get(kind, getattr(kind, "__name__", str(kind)))
