@@ -1,8 +1,8 @@
 """What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of
 DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them.
 
-What a rank makes of weights, whatever the checkpoint has, is `Integers`. `Float4` is what a
-checkpoint has, and `Float8` either."""
+A rank may hold something else: `Integers` are made of whatever the checkpoint has, `Float4` is
+always the checkpoint's own, and `Float8` is if it has such."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Quantization:
 
     @property
     def own_format(self) -> WeightFormat:
-        """What linear layers hold if they are to hold what is stored, to the bit, and GPUs multiply
-        that: none where they do not."""
+        """What linear layers hold on a GPU by default: what is stored, to the bit, if that can be
+        multiplied there."""
         if self.layout == NVFP4:
             return "nvfp4" if self.has_input_scales else "none"
         return "fp8" if self.is_held_as(Float8()) else "none"

@@ -100,9 +100,9 @@ class Held(NamedTuple):
     """What a layer holds of a part of a weight as it is stored."""
 
     tensors: tuple[torch.Tensor, ...]
-    """As `fill` of `scaled_linear`'s weights takes them."""
+    """What `fill` of `ScaledWeight` or `BlockScaledWeight` takes."""
     largest: torch.Tensor
-    """Of any sign; finite if all numbers are."""
+    """At least as large as any number, whatever its sign; not finite if one of them is not."""
 
 
 class _Layout(NamedTuple):

@@ -3,6 +3,7 @@ held, products, and whole models."""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import transformers
 from integers import round_inputs, rounded_fp8, rounded_fp8_groups
 from quantizer import KINDS, Kind, Tensors, float_or_int, fp8, write
 from safetensors.torch import load_file, save_file
+from served import COMPILATIONS, assert_served
 
 from compile.errors import FieldError
 from compile.passes.quantizers import quantize_fp8_per_token_group, quantize_groups, quantize_rows
@@ -28,6 +30,7 @@ from model.parallel import Shard
 from model.quantization import Float8
 from model.weights import blank_model, load_model
 
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
 GROUPED = {
     "fp8": fp8((128, 128)),
     "block": float_or_int("float-quantized", "block", (64, 128), block_structure=[64, 128]),
@@ -298,3 +301,18 @@ def test_logits_are_those_of_the_checkpoints_weights_and_rounded_inputs(
     errors = (torch.cat(logits, 1) - wanted).abs().amax((1, 2))
     assert (errors < 2e-4).sum() >= 5, errors
     assert errors.max() < BOUND * (wanted - plain).abs().max(), errors
+
+
+@pytest.mark.feature("S08")
+@pytest.mark.parametrize("options", COMPILATIONS, ids=str)
+def test_a_checkpoint_is_served(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path, plain = write(TINY, GROUPED["fp8"], tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    round_inputs(reference, "fp8 groups", 1)
+    compilation = options | {"cache_dir": str(tmp_path / "cache")}
+    with caplog.at_level(logging.INFO, logger="lockstep.model"):
+        assert_served(path, "fp8", compilation, reference, BOUND)
+    lines = [record.message for record in caplog.records if "weights" in record.message]
+    assert lines == ["weights of linear layers are held as fp8"]

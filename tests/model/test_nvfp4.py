@@ -27,6 +27,7 @@ from quantizer import (
     write,
 )
 from safetensors.torch import load_file, save_file
+from served import COMPILATIONS, assert_served
 
 from compile.errors import FieldError
 from compile.passes.quantizers import FP8, fp4_values, quantize_blocks, quantize_nvfp4
@@ -39,7 +40,6 @@ from model.layers import moe
 from model.layers.linear import Linear
 from model.parallel import Shard
 from model.weights import blank_model, load_model
-from serve.llm import LLM, SamplingParams
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 CPU = torch.device("cpu")
@@ -470,37 +470,19 @@ def test_scales_that_are_no_numbers_are_refused_by_name(
 
 
 @pytest.mark.feature("O04", "S08")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"level": 0},
-        {"level": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        pytest.param({"level": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", COMPILATIONS, ids=str)
 def test_a_checkpoint_is_served(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     import transformers
 
     path, _ = write(TINY, nvfp4(), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     compilation = options | {"cache_dir": str(tmp_path / "cache")}
-    given: dict[str, Any] = {"dtype": "float32", "kv_memory": "16MiB", "max_num_seqs": 2}
     with caplog.at_level(logging.INFO, logger="lockstep.model"):
-        llm = LLM(str(path), quantization="nvfp4", compilation_config=compilation, **given)
+        assert_served(path, "nvfp4", compilation, rounded_model(model, "nvfp4"), BOUND)
     lines = [record.message for record in caplog.records if "weights" in record.message]
     assert lines == ["weights of linear layers are held as nvfp4"]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    prompts = [[5, 77, 130, 400, 9], [320, 8, 8, 61] * 20]
-    outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    model = rounded_model(model, "nvfp4")
-    for prompt, tokens in zip(prompts, outputs, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        gaps = logits.amax(-1) - logits[range(len(tokens)), tokens]
-        assert (gaps == 0).float().mean() > 0.8 and gaps.max() < BOUND, gaps
 
 
 def test_the_configuration_says_whether_inputs_are_rounded(tmp_path: Path) -> None:

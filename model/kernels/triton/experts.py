@@ -32,9 +32,8 @@ from compile.formats import FP4_BLOCK
 from compile.passes.quantizers import FP8
 from compile.pieces.shapes import next_pow2
 from model.kernels.scaled_linear import BlockScaledWeight, IntegerWeight, ScaledWeight
-from model.kernels.triton import fp8
 from model.kernels.triton.fp4 import fp4_product, over_global_scales
-from model.kernels.triton.fp8 import fp8_product
+from model.kernels.triton.fp8 import fp8_group, fp8_operand, fp8_product
 from model.kernels.triton.integers import integer_product, layout_of
 from model.kernels.triton.rounding import quantize_blocks, quantize_groups, quantize_rows
 from model.kernels.triton.routing import Pairs, sort_pairs
@@ -414,9 +413,9 @@ def _operand(matrices: Matrices) -> _Operand:
         codes = blocks.view(torch.uint8)
         return _Operand(numbers, codes, of_outputs, of_inputs, num_inputs, (FP4_BLOCK,))
     if isinstance(matrices, ScaledWeight):
-        numbers, scales = fp8.operand(matrices.numbers), matrices.scales
+        numbers, scales = fp8_operand(matrices.numbers), matrices.scales
         if matrices.form.is_grouped or numbers.dtype == torch.uint8:
-            return _Operand(numbers, scales, None, None, num_inputs, (fp8.group_of(matrices),))
+            return _Operand(numbers, scales, None, None, num_inputs, (fp8_group(matrices),))
         return _Operand(numbers, None, scales, None, num_inputs, None)
     return _Operand(matrices, None, None, None, num_inputs, None)
 
@@ -429,7 +428,7 @@ def _rounded(
     if isinstance(matrices, ScaledWeight):
         quantize = quantize_groups if matrices.form.is_grouped else quantize_rows
         numbers, scales = quantize(rows, pairs.num_own if is_sorted else None)
-        return fp8.operand(numbers), scales
+        return fp8_operand(numbers), scales
     if isinstance(matrices, BlockScaledWeight):
         numbers, scales = quantize_blocks(rows, matrices.input_scale, pairs, is_sorted=is_sorted)
         return numbers, scales.view(torch.uint8)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from model.kernels.scaled_linear import BlockScaledWeight
 from model.kernels.triton.e4m3 import UNIT, from_e4m3
-from model.kernels.triton.tiles import linear_tiles
+from model.kernels.triton.tiles import linear_tile, linear_tiles, store_linear
 
 PER_SCALE = tl.constexpr(8)
 """Bytes of a block."""
@@ -101,18 +101,13 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = rows < num_tokens, columns < OUTPUTS
+    rows, is_row, columns, is_column = linear_tile(num_tokens, OUTPUTS, BLOCK_M, BLOCK_N)
     both = (x, x_blocks, numbers, blocks)
     dtype = out.dtype.element_ty
     TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
     total = fp4_product(both, rows, is_row, columns, is_column, dtype, INPUTS, TILE)
     total = over_global_scales(total, of_columns, of_inputs, columns, is_column)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
-    tl.store(out_at, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
+    store_linear(total, bias, out, rows, is_row, columns, is_column, OUTPUTS)
 
 
 def fp4_linear(
@@ -129,8 +124,7 @@ def fp4_linear(
     if not num_tokens:
         return out
     tiles = linear_tiles(num_tokens, dtype)
-    is_narrow = tiles.rows < 64 and dtype.itemsize <= 2
-    _linear_kernel[triton.cdiv(num_tokens, tiles.rows), triton.cdiv(outputs, tiles.columns)](
+    _linear_kernel[tiles.grid(num_tokens, outputs)](
         numbers,
         scales.view(torch.uint8),
         weight.numbers,
@@ -144,7 +138,7 @@ def fp4_linear(
         OUTPUTS=outputs,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
-        BLOCK_K=128 if is_narrow else 32,
+        BLOCK_K=tiles.inputs,
         num_warps=tiles.num_warps,
         num_stages=3,
     )

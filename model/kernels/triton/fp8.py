@@ -15,15 +15,15 @@ import triton.language as tl
 from compile.formats import FP8_GROUP
 from model.kernels.scaled_linear import ScaledWeight, multiplies_fp8
 from model.kernels.triton.e4m3 import UNIT, from_e4m3
-from model.kernels.triton.tiles import linear_tiles
+from model.kernels.triton.tiles import linear_tile, linear_tiles, store_linear
 
 
-def operand(numbers: torch.Tensor) -> torch.Tensor:
+def fp8_operand(numbers: torch.Tensor) -> torch.Tensor:
     """Return FP8 numbers as kernels take them: as codes where they become wide."""
     return numbers if multiplies_fp8(numbers.device) else numbers.view(torch.uint8)
 
 
-def group_of(weight: ScaledWeight) -> int:
+def fp8_group(weight: ScaledWeight) -> int:
     """Return how many inputs share a scale."""
     return FP8_GROUP if weight.form.is_grouped else weight.shape[-1]
 
@@ -102,18 +102,13 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = rows < num_tokens, columns < OUTPUTS
+    rows, is_row, columns, is_column = linear_tile(num_tokens, OUTPUTS, BLOCK_M, BLOCK_N)
     of_rows, of_columns = (x, x_scales, INPUTS), (numbers, scales, OUTPUTS)
     own = (rows, is_row, columns, is_column)
-    dtype = out.dtype.element_ty
     TILE: tl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K)
+    dtype = out.dtype.element_ty
     total = fp8_product(of_rows, of_columns, *own, dtype, INPUTS, GROUP, TILE)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
-    tl.store(out_at, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
+    store_linear(total, bias, out, rows, is_row, columns, is_column, OUTPUTS)
 
 
 def fp8_linear(
@@ -128,22 +123,21 @@ def fp8_linear(
     out = numbers.new_empty(num_tokens, outputs, dtype=dtype)
     if not num_tokens:
         return out
-    tiles, x = linear_tiles(num_tokens, dtype), operand(numbers)
-    is_narrow = tiles.rows < 64 and dtype.itemsize <= 2
-    _linear_kernel[triton.cdiv(num_tokens, tiles.rows), triton.cdiv(outputs, tiles.columns)](
+    tiles, x = linear_tiles(num_tokens, dtype), fp8_operand(numbers)
+    _linear_kernel[tiles.grid(num_tokens, outputs)](
         x,
         scales,
-        operand(weight.numbers),
+        fp8_operand(weight.numbers),
         weight.scales,
         bias,
         out,
         num_tokens,
         INPUTS=inputs,
         OUTPUTS=outputs,
-        GROUP=group_of(weight),
+        GROUP=fp8_group(weight),
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
-        BLOCK_K=128 if is_narrow or x.dtype != torch.uint8 else 32,
+        BLOCK_K=tiles.inputs if x.dtype == torch.uint8 else FP8_GROUP,
         num_warps=tiles.num_warps,
         num_stages=3,
     )

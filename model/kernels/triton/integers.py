@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from model.kernels.scaled_linear import IntegerWeight
-from model.kernels.triton.tiles import MIN_DOT, linear_tiles
+from model.kernels.triton.tiles import MIN_DOT, linear_tile, linear_tiles, store_linear
 
 WORDS_AT_ONCE = 32
 
@@ -89,15 +89,10 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = rows < num_tokens, columns < OUTPUTS
+    rows, is_row, columns, is_column = linear_tile(num_tokens, OUTPUTS, BLOCK_M, BLOCK_N)
     x_at = x + rows * stride_x
     total = integer_product(x_at, tiles, is_row, columns, is_column, LAYOUT, BLOCK_M, BLOCK_N)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    store_linear(total, bias, out, rows, is_row, columns, is_column, OUTPUTS)
 
 
 def integer_linear(
@@ -109,8 +104,7 @@ def integer_linear(
     if not num_tokens:
         return out
     tiles = linear_tiles(num_tokens, x.dtype)
-    grid = triton.cdiv(num_tokens, tiles.rows), triton.cdiv(out_features, tiles.columns)
-    _linear_kernel[grid](
+    _linear_kernel[tiles.grid(num_tokens, out_features)](
         x,
         weight.tiles,
         bias,

@@ -38,14 +38,52 @@ class LinearTiles:
 
     rows: int
     columns: int
+    inputs: int
+    """Where numbers become wide in registers."""
     num_warps: int
+
+    def grid(self, num_tokens: int, num_outputs: int) -> tuple[int, int]:
+        return triton.cdiv(num_tokens, self.rows), triton.cdiv(num_outputs, self.columns)
 
 
 def linear_tiles(num_tokens: int, dtype: torch.dtype) -> LinearTiles:
     """Few rows are bound by memory: more programs have more of the weight on their way."""
-    highest = 64 if dtype.itemsize <= 2 else 32
-    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), highest)
-    return LinearTiles(rows, 128, 8) if rows == 64 else LinearTiles(rows, 32, 4)
+    is_half = dtype.itemsize <= 2
+    rows = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), 64 if is_half else 32)
+    if rows == 64:
+        return LinearTiles(rows, 128, inputs=32, num_warps=8)
+    return LinearTiles(rows, 32, inputs=128 if is_half else 32, num_warps=4)
+
+
+@triton.jit
+def linear_tile(
+    num_tokens: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Return a program's tokens, which of them there are, and its outputs likewise."""
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return rows, rows < num_tokens, columns, columns < OUTPUTS
+
+
+@triton.jit
+def store_linear(
+    total: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    columns: tl.tensor,
+    is_column: tl.tensor,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    """Store a tile of a linear layer's outputs [T, O], with its bias if it has one."""
+    if bias is not None:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
