@@ -23,6 +23,7 @@ from cluster.group.context import Progress
 from cluster.group.membership import GroupMembership
 from cluster.rank.free_memory import MARGIN_BYTES, free_memory_bytes
 from cluster.rank.inputs import StepBatch, StepInputs
+from cluster.rank.mtp import MTPForward
 from cluster.wire.messages import MAX_LOGPROBS, StepAgreement, checksum
 from compile.cache.builds import install_for_kernels
 from compile.cache.inductor import import_runtime
@@ -52,7 +53,6 @@ from compile.graphs.capture import (
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
-from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
 
@@ -78,7 +78,8 @@ class Scored(NamedTuple):
 class StepOutput(NamedTuple):
     hidden: torch.Tensor
     """[T, E], padded"""
-    scored: Scored | None
+    context: ForwardContext
+    scored: Scored | None = None
     """None if the step replayed no graph that scores."""
 
 
@@ -112,9 +113,11 @@ class StepForward:
         self._group = group
         self._pools = pools
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
-        self._replays_at_end: dict[BatchDescriptor, int] = {}
         is_as_is = config.level == CompilationLevel.DYNAMO_AS_IS
         self._call = wrap_forward(compile_as_is(model) if is_as_is else model, config, pools)
+        self.mtp: MTPForward | None = None
+        if model.mtp is not None:
+            self.mtp = MTPForward(model, inputs, group, pools)
         self._score: CUDAGraphWrapper | None = None
         if config.capture_logits and config.graph_mode.decode_mode() is CUDAGraphMode.FULL:
             full = CUDAGraphMode.FULL
@@ -122,10 +125,10 @@ class StepForward:
 
     @property
     def num_replays(self) -> dict[BatchDescriptor, int]:
-        """How often each full graph was replayed, those that `close` let go of included."""
+        """How often each full graph was replayed."""
         call = self._call
         if isinstance(call, CUDAGraphWrapper) and call.mode is CUDAGraphMode.FULL:
-            return self._replays_at_end or dict(call.num_replays)
+            return dict(call.num_replays)
         return {}
 
     @property
@@ -279,12 +282,8 @@ class StepForward:
         batch = self._inputs.dummy(num_tokens, num_seqs)
         with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-        if self._model.mtp is not None:
-            hidden = self._run_mtp(batch, 0, hidden)
-            if self._inputs.query_len > 2:
-                nothing = batch.logits_index[:0]
-                drafting = self._draft_step(batch, nothing, nothing, num_seqs)
-                self._run_mtp(drafting, 0, hidden[:num_seqs])
+            if self.mtp is not None:
+                self.mtp.run_padding(batch, hidden)
         return hidden
 
     def _score_costliest(self, hidden: torch.Tensor) -> None:
@@ -301,7 +300,6 @@ class StepForward:
 
     def close(self) -> None:
         """Let go of all graphs. NCCL ends no group while a graph lives that talks over it."""
-        self._replays_at_end = self.num_replays
         self._pools.forget_graphs()
 
     @property
@@ -375,6 +373,8 @@ class StepForward:
         hidden = self._call(batch.input_ids, batch.positions)
         if self._score is not None and case.descriptor.uniform_decode:
             self._score(hidden)
+        if self.mtp is not None and case.mode is CUDAGraphMode.FULL:
+            self.mtp.run_padding(batch, hidden)
         return hidden
 
     def _fits_on_all_ranks(self, key: BatchDescriptor) -> bool:
@@ -423,107 +423,22 @@ class StepForward:
             num_tokens_across_dp=agreed.num_tokens_across_dp,
         )
         if mode is CUDAGraphMode.PIECEWISE:
-            return StepOutput(self._run_pieces(batch, context), None)
+            return StepOutput(self._run_pieces(batch, context), context)
         with forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
             if self._score is None or not (is_full and agreed.batch.uniform_decode and num_seqs):
-                return StepOutput(hidden, None)
-            return StepOutput(hidden, self._score(hidden))
+                return StepOutput(hidden, context)
+            return StepOutput(hidden, context, self._score(hidden))
 
     def draft(
-        self,
-        batch: StepBatch,
-        agreed: StepAgreement,
-        num_seqs: int,
-        hidden: torch.Tensor,
-        drawn: torch.Tensor,
+        self, batch: StepBatch, agreed: StepAgreement, output: StepOutput, drawn: torch.Tensor
     ) -> torch.Tensor | None:
-        """Run the MTP layer behind a step, on its tokens and on all ranks; return what it has each
+        """Run the MTP layer behind a step, if there is one, on all ranks; return what it has each
         sequence that drew say next: int64 [D, drafts], on rank 0, or None where nothing is drafted.
-
-        With several drafts the layer runs again for each, on one token of each sequence: the last
-        draft, with what the layer returned for it. hidden: [T, E], as `run` returned it; drawn:
-        int64 [N]
-        """
-        hidden = self._run_mtp(batch, num_seqs, hidden, drawn, agreed.num_tokens_across_dp)
-        num_drafts, metadata = self._inputs.query_len - 1, batch.spec_decode_metadata
-        if not num_drafts:
+        drawn: int64 [N]"""
+        if self.mtp is None:
             return None
-        last = batch.logits_index[:0] if metadata is None else metadata.last_accepted(drawn)
-        if not len(last) and self._group.dp_size == 1:
-            return None
-        hidden, positions = hidden[last], batch.positions[last]
-        found = [self._likeliest(hidden)]
-        # Each rank runs as many as it has sequences: some draw nothing, and are padding.
-        across = [max(num, 1) for num in agreed.num_seqs_across_dp]
-        size = across[self._group.dp_rank]
-        for _ in range(num_drafts - 1):
-            positions = positions + 1
-            step = self._draft_step(batch, found[-1], positions, size)
-            padded = hidden.new_zeros(size, hidden.shape[1])
-            padded[: len(last)] = hidden
-            hidden = self._run_mtp(step, num_seqs, padded, across=across)[: len(last)]
-            found.append(self._likeliest(hidden))
-        return torch.stack(found, dim=1) if len(last) and not self._group.shard.rank else None
-
-    def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest tokens, int64 [D], on all ranks. hidden: [D, E]"""
-        token_ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        if not len(hidden):
-            return token_ids
-        logits = self._model.compute_logits(hidden)
-        if logits is not None:
-            torch.argmax(logits, dim=-1, out=token_ids)
-        return self._group.shard.broadcast(token_ids)
-
-    def _draft_step(
-        self, batch: StepBatch, token_ids: torch.Tensor, positions: torch.Tensor, size: int
-    ) -> StepBatch:
-        """Return a step of one token of each sequence that drew, padded to `size`."""
-        num, block_size = len(token_ids), self._inputs.block_size
-        ids, places, slots = token_ids.new_zeros(3, size).unbind(0)
-        # As wide in every step: kernels are compiled for the strides of tables, too.
-        table = ids.new_zeros((size, self._inputs.num_draft_columns), dtype=torch.int32)
-        seq_lens = ids.new_zeros(size, dtype=torch.int32)
-        if num:
-            assert batch.draft_table is not None, "`draft_blocks`"
-            table[:num] = batch.draft_table
-            ids[:num], places[:num], seq_lens[:num] = token_ids, positions, positions + 1
-            blocks = table[:num].gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
-            slots[:num] = blocks.long() * block_size + positions % block_size
-        attention = AttentionMetadata(
-            num_decodes=size,
-            block_table=table,
-            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=ids.device),
-            seq_lens=seq_lens,
-            slot_mapping=slots,
-        )
-        return replace(
-            batch,
-            input_ids=ids,
-            positions=places,
-            attention=attention,
-            adapters=None,
-            spec_decode_metadata=None,
-        )
-
-    def _run_mtp(
-        self,
-        batch: StepBatch,
-        num_seqs: int,
-        hidden: torch.Tensor,
-        drawn: torch.Tensor | None = None,
-        across: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        context = self._context(
-            batch,
-            num_seqs,
-            is_dummy_run=not num_seqs,
-            is_draft=True,
-            num_tokens_across_dp=across,
-        )
-        with forward_context(context):
-            return self._model.predict_ahead(batch.input_ids, batch.positions, hidden, drawn)
+        return self.mtp.draft(batch, agreed, output.hidden, drawn, output.context, self.captured)
 
     def _run_pieces(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor:
         """Run a step of replayed pieces, and note how much of its host time they take. The rest is
@@ -560,7 +475,6 @@ class StepForward:
         key: BatchDescriptor | None = None,
         *,
         is_dummy_run: bool = False,
-        is_draft: bool = False,
         num_tokens_across_dp: Sequence[int] | None = None,
     ) -> ForwardContext:
         padded = batch.attention.seq_lens.shape[0]
@@ -580,7 +494,6 @@ class StepForward:
                 is_dummy_run=is_dummy_run,
                 batch_size=num_seqs,
                 graph_bs=padded,
-                is_draft=is_draft,
                 positions=batch.positions,
             ),
             dp_metadata=dp_metadata,

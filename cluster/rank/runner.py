@@ -210,7 +210,7 @@ class ModelRunner:
         drafts: torch.Tensor | None = None
         if self.config.cache.has_mtp:
             known = batch.sampled_rows.new_empty(0) if drawn is None else drawn.token_ids
-            drafts = self.forward.draft(batch, agreed, plan.num_seqs, output.hidden, known)
+            drafts = self.forward.draft(batch, agreed, output, known)
         ended: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             drawn = None if drawn is None else on_host(drawn)

@@ -61,14 +61,18 @@ class CUDAGraphWrapper:
         self._trims_pool = trims_pool
         self._pools = pools
         self._entries: dict[BatchDescriptor, _Entry] = {}
+        self._forgotten: dict[BatchDescriptor, int] = {}
+        """How often graphs were replayed that it has let go of."""
         pools.add_user(self)
 
     @property
     def num_replays(self) -> Mapping[BatchDescriptor, int]:
-        return {key: entry.num_replays for key, entry in self._entries.items()}
+        """How often each graph was replayed, one of which it let go included."""
+        return self._forgotten | {key: entry.num_replays for key, entry in self._entries.items()}
 
     def forget(self) -> None:
-        """Let go of every graph: what was captured for trial."""
+        """Let go of every graph: at the end, or of what was captured for trial."""
+        self._forgotten = {key: times for key, times in self.num_replays.items() if times}
         self._entries.clear()
 
     def __call__(self, *args: Any) -> Any:

@@ -78,6 +78,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "model": (MODELS, 180.0),
         "step": (MODELS, 240.0),
         "overlap": (ENGINE, 180.0),
+        "drafts": (ENGINE, 180.0),
         "sealed": (ENGINE, 120.0),
         "collectives": (GROUPS, 90.0),
         "sizing": (GRAPHS, 240.0),

@@ -1,4 +1,5 @@
-"""The engine parts of gpu_check.py: the overlapped loop against the plain one; a strict seal."""
+"""The engine parts of gpu_check.py: the overlapped loop against the plain one, drafts of a model's
+own layer, and a strict seal."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_models import BLOCK_SIZE, save_random_checkpoint
+from gpu_check_models import BLOCK_SIZE, save_random_checkpoint, save_random_mtp
 from gpu_check_rows import Row, Setting, attempts
 
-from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from cluster.group.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
@@ -24,6 +25,7 @@ from compile.config import CompilationConfig
 from compile.counters import counter
 
 PROMPT, LIMIT = 16, 96
+NUM_DRAFTS = 3
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0, 32, (), -1, -1, None, None)
 
 
@@ -135,6 +137,62 @@ def part_overlap(at: Setting) -> Iterator[Row]:
     differ = sum(a != b for a, b in zip(*found.values(), strict=True))
     note = f"{differ} of {len(mixed)} requests differ"
     yield Row("tokens, overlapped against plain", error=differ, limit=0.0, note=note)
+
+
+class Drafts:
+    """Keeps what a runner drafts, and times its steps of a number of tokens."""
+
+    def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
+        self.found: list[list[list[int]]] = []
+        self._execute, self._num_tokens = runner.execute, num_tokens
+        self._times: list[float] = []
+        runner.execute = self.execute  # type: ignore[method-assign]
+
+    def execute(self, plan: Any, agreed: Any, *args: Any) -> Any:
+        began = time.perf_counter()
+        sampled = self._execute(plan, agreed, *args)
+        if agreed.num_scheduled_tokens == (self._num_tokens,):
+            self._times.append(time.perf_counter() - began)
+        self.found.append(sampled.drafts)
+        return sampled
+
+    def median_us(self) -> float:
+        return 1e6 * statistics.median(self._times)
+
+
+def part_drafts(at: Setting) -> Iterator[Row]:
+    """Drafts of the model's own layer, replayed and eager: equal, and right tokens."""
+    many = at.pick(16, 4)
+    sizes = tuple(2**i for i in range(many.bit_length()))
+    samplings = [replace_sampling(max_tokens=24)] * many
+    full = CompilationConfig(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+    tokens, drafts = dict[str, list[Any]](), dict[str, list[Any]]()
+    with tempfile.TemporaryDirectory() as path:
+        save_random_mtp(at, Path(path))
+        for name, compilation, num_drafts in (
+            ("no drafts", full, 0),
+            ("eager", CompilationConfig(cudagraph_mode="NONE"), NUM_DRAFTS),
+            ("replayed", full, NUM_DRAFTS),
+        ):
+            config = engine_config(at, path, many, compilation=compilation)
+            if num_drafts:
+                cache = replace(config.cache, has_mtp=True)
+                config = replace(config, cache=cache, speculation=SpeculationConfig(num_drafts))
+            runner = ModelRunner(RankContext(config))
+            kept = Drafts(runner, many * (1 + num_drafts))
+            tokens[name], drafts[name] = generate(config, runner, samplings), kept.found
+            title = f"step with {num_drafts} drafts of a layer, {name}: {many}"
+            yield Row(title, value=kept.median_us(), unit="us")
+    for kind, found, one, two in (
+        ("drafts", drafts, "replayed", "eager"),
+        ("tokens", tokens, "replayed", "eager"),
+        ("tokens", tokens, "replayed", "no drafts"),
+    ):
+        differ = sum(a != b for a, b in zip(found[one], found[two], strict=True))
+        # A step of several tokens of a sequence may round unlike one of a single token.
+        limit = many / 8 if two == "no drafts" else 0.0
+        note = f"{differ} of {len(found[one])} differ"
+        yield Row(f"{kind}, {one} against {two}", error=differ, limit=limit, note=note)
 
 
 def replace_sampling(sampling: Sampling = GREEDY, **fields: Any) -> Sampling:

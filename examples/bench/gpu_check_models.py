@@ -91,6 +91,42 @@ def save_random_qwen3(at: Setting, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
+def save_random_mtp(at: Setting, folder: Path) -> None:
+    """Write a random DeepSeek-V3 checkpoint whose last layer predicts a token more."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": at.pick(16, 4)}
+    config = transformers.DeepseekV3Config(
+        **checkpoint_config(at) | sizes,
+        kv_lora_rank=at.pick(512, 64),
+        q_lora_rank=at.pick(256, 64),
+        qk_nope_head_dim=at.pick(128, 32),
+        qk_rope_head_dim=at.pick(64, 32),
+        v_head_dim=at.pick(128, 32),
+        n_routed_experts=at.pick(16, 4),
+        num_experts_per_tok=at.pick(4, 2),
+        moe_intermediate_size=at.pick(256, 64),
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        eos_token_id=None,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config)
+    model.save_pretrained(folder)
+    file, hidden = folder / "model.safetensors", config.hidden_size
+    layer = f"model.layers.{config.num_hidden_layers - 1}"
+    added = {f"{layer}.eh_proj.weight": torch.randn(hidden, 2 * hidden) / (2 * hidden) ** 0.5}
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        added[f"{layer}.{norm}.weight"] = torch.ones(hidden)
+    save_file(load_file(file) | added, file)
+    published = json.loads((folder / "config.json").read_text())
+    published["num_hidden_layers"] -= 1
+    published["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(published))
+
+
 @dataclass
 class Session:
     """A model over a paged cache, with one row of the block table per sequence."""

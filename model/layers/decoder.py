@@ -270,24 +270,21 @@ class CausalLM(nn.Module):
         hidden: torch.Tensor = self.model(input_ids, positions)
         return hidden
 
+    def tokens_behind(self, input_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """Return the token behind each of the step's, int64 [T]: one of those that were drawn, or
+        of those that the forward context knows. input_ids: int64 [T]; drawn: int64 [N]"""
+        metadata = get_forward_context().spec_decode_metadata
+        return input_ids if metadata is None else metadata.token_ids_behind(input_ids, drawn)
+
     def predict_ahead(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        drawn: torch.Tensor | None,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
         """Run the MTP layer, which caches its own KV at the step's slots; return [T, E], of which
-        `compute_logits` scores the second token behind each of `input_ids`.
+        `compute_logits` scores the second token behind each position.
 
-        input_ids, positions: int64 [T], the step's; hidden: [T, E], what `forward` returned; drawn:
-        int64 [N], the tokens behind some; those behind others are the forward context's
+        token_ids: int64 [T], behind `positions`, int64 [T]; hidden: [T, E], what `forward` returned
         """
         assert self.mtp is not None, "`has_mtp`"
-        metadata = get_forward_context().spec_decode_metadata
-        token_ids = input_ids
-        if metadata is not None and drawn is not None:
-            token_ids = metadata.token_ids_behind(input_ids, drawn)
         embedded = self.model.embed_tokens(token_ids)
         # As vLLM does, and models are trained: the second token of a sequence is not looked at.
         embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)

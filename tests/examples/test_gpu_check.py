@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "model",
         "step",
         "overlap",
+        "drafts",
         "sealed",
         "collectives",
         "sizing",

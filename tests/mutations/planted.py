@@ -331,7 +331,11 @@ MUTATIONS = (
     Mutation(
         "The MTP layer runs on the step's tokens in place of those behind them (T05, D04).",
         "model/layers/decoder.py",
-        {"token_ids = metadata.token_ids_behind(input_ids, drawn)": "token_ids = input_ids"},
+        {
+            "input_ids if metadata is None else metadata.token_ids_behind(input_ids, drawn)": (
+                "input_ids"
+            )
+        },
         (MTP,),
     ),
     Mutation(
@@ -361,6 +365,36 @@ MUTATIONS = (
         "cluster/rank/runner.py",
         {"self.shard.broadcast(drawn.token_ids)": "self.config.overlap and drawn"},
         (MATRIX_MTP.format("drafted-2x1-O0_FULL_DECODE_ONLY-2_drafts"),),
+    ),
+    Mutation(
+        "Further drafts stay where the first one is (T05, D04).",
+        "cluster/rank/mtp.py",
+        {"        positions.add_(1)\n": ""},
+        (MATRIX_MTP.format("everything-2_drafts"),),
+    ),
+    Mutation(
+        "A graph of further drafts is replayed with what the step before left in it (T05, C07).",
+        "cluster/rank/mtp.py",
+        {"            static[:num].copy_(values)\n": "            pass\n"},
+        (MATRIX_MTP.format("drafted-O0_FULL-scored-2_drafts"),),
+    ),
+    Mutation(
+        "The MTP layer runs eagerly behind a step that replays (T05, D04, C07).",
+        "cluster/rank/mtp.py",
+        {
+            "if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE:": (
+                "if context.cudagraph_runtime_mode is not CUDAGraphMode.NONE:"
+            )
+        },
+        (MATRIX_MTP.format("drafted-O0_FULL-scored-2_drafts"),),
+    ),
+    Mutation(
+        "Each rank runs further drafts in its own size where all replay one (T05, P04).",
+        "cluster/rank/mtp.py",
+        {
+            "most = max(across)": "most = across[self._group.dp_rank]",
+        },
+        (MATRIX_MTP.format("drafted-1x2-O0_FULL_DECODE_ONLY-3_drafts"),),
     ),
     Mutation(
         "Further drafts are written where block 0 lies, for all rows alike (T05).",

@@ -126,6 +126,7 @@ def check_replays(run: Run, ranks: list[Report]) -> None:
         num_replays = {NONE: 0, PIECEWISE: run.num_pieces, FULL: 1}
         wanted = [
             num_replays[CUDAGraphMode(step["mode"])]
+            + (run.row.has_mtp and step["mode"] == FULL.value)
             + (run.row.scores and step["mode"] == FULL.value and step["kind"] == StepKind.DECODE)
             for step in log
         ]
@@ -138,7 +139,22 @@ def check_replays(run: Run, ranks: list[Report]) -> None:
     num_pieces = sum(step["mode"] == PIECEWISE.value for step in log)
     for rank in ranks:
         assert Counter(rank.replays) == graphs
+        if run.row.has_mtp:
+            check_draft_replays(rank, graphs)
         assert rank.piecewise_steps == num_pieces
+
+
+def check_draft_replays(rank: Report, graphs: Counter[BatchDescriptor]) -> None:
+    """The MTP layer is replayed with the step, and in steps that decode for each further draft."""
+    steps, further = rank.draft_replays
+    assert steps == dict(graphs)
+    num_further = max(rank.captured.query_len - 2, 0)
+    assert all(times % num_further == 0 for times in further.values())
+    sizes = Counter[int]()
+    for key, times in graphs.items():
+        sizes[key.num_seqs or 0] += times * key.uniform_decode
+    for size, times in sizes.items():
+        assert further.get(BatchDescriptor(size, size, True), 0) >= times * num_further
 
 
 def seqs_of(run: Run, step: dict[str, Any]) -> int:

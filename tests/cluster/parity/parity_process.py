@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from cluster.group.context import RankContext, RankPlace, RankStats
 from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
+from cluster.rank.mtp import MTPForward
 from compile.counters import counter
 from compile.dispatch import BatchDescriptor, CapturedGraphs
 from compile.graphs.capture import unseal
@@ -40,6 +42,8 @@ class Report:
     """The agreements that it ran."""
     replays: dict[BatchDescriptor, int]
     """Of full graphs, those that were replayed."""
+    draft_replays: tuple[dict[BatchDescriptor, int], dict[BatchDescriptor, int]]
+    """Of the MTP layer's graphs, those of steps, and those of further drafts."""
     piecewise_steps: int
     captured: CapturedGraphs
     num_late: int
@@ -49,6 +53,20 @@ class Report:
     """Attempts of requests whose handoffs it was made to lose."""
     drafts: list[tuple[list[int], list[int]]]
     """What it drafted, each behind all tokens of a sequence."""
+
+
+def replayed(times: Mapping[BatchDescriptor, int]) -> dict[BatchDescriptor, int]:
+    return {key: num for key, num in times.items() if num}
+
+
+def draft_replays(
+    mtp: MTPForward | None,
+) -> tuple[dict[BatchDescriptor, int], dict[BatchDescriptor, int]]:
+    """Return how often each graph of steps and of further drafts was replayed."""
+    if mtp is None:
+        return {}, {}
+    steps, further = mtp.num_replays
+    return replayed(steps), replayed(further)
 
 
 def num_late() -> int:
@@ -62,7 +80,8 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
     return Report(
         rank.stats(),
         rank.runner.step_stats.as_dicts(),
-        {key: times for key, times in forward.num_replays.items() if times},
+        replayed(forward.num_replays),
+        draft_replays(forward.mtp),
         forward.num_piecewise_steps,
         forward.captured,
         num_late() - num_late_before,

@@ -27,6 +27,7 @@ from parity_process import (
     REPORT,
     Report,
     context_of,
+    draft_replays,
     num_late,
     record_drafts,
     report,
@@ -230,7 +231,7 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
             if engine.has_unfinished if at is None else at > step:
                 break
             _submit(leader, run, waiting.pop(0))
-        before, last = counter.num_cudagraph_replayed, engine.agreed
+        before, last = _num_replayed(leader), engine.agreed
         for output in engine.step():
             run.outputs[int(output.request_id)].append(output)
         # An overlapped loop may have waited for a step alone.
@@ -238,10 +239,16 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
         if is_new and engine.agreed is not None and engine.agreed.has_work:
             log.append(leader.runner.step_stats.as_dicts()[-1])
             assert log[-1]["step"] == engine.agreed.step
-            replays.append(counter.num_cudagraph_replayed - before)
+            replays.append(_num_replayed(leader) - before)
         step += 1
         assert step < MAX_STEPS
     return log
+
+
+def _num_replayed(leader: Leader) -> int:
+    """Return how many graphs were replayed, but for those of drafts behind the first ones."""
+    _, further = draft_replays(leader.runner.forward.mtp)
+    return counter.num_cudagraph_replayed - sum(further.values())
 
 
 def _submit(leader: Leader, run: Run, i: int) -> None:
