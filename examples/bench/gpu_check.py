@@ -61,6 +61,7 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "ragged": (KERNELS, 180.0),
         "fp8": (KERNELS, 120.0),
         "prefill": (KERNELS, 180.0),
+        "latents": (KERNELS, 180.0),
         "tiles": (KERNELS, 120.0),
         "pool": (KERNELS, 120.0),
         "filters": (KERNELS, 120.0),

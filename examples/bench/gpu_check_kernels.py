@@ -14,7 +14,7 @@ from gpu_check_rows import Row, Setting, attempts, error_of
 
 from cluster.kv.transport.store import BlockStore
 from compile.passes.quantizers import quantize_blocks, quantize_groups
-from model.kernels import adapters, paged_attention, sparse_mlp
+from model.kernels import adapters, latent_attention, paged_attention, sparse_mlp
 from model.kernels.cpu.packed_linear import PackedWeight
 from model.kernels.cpu.packed_linear import scaled_linear as scaled_op
 from model.kernels.dispatch import kernels_for, packed_linear, silu_and_mul
@@ -601,6 +601,62 @@ def part_scaled_linear(at: Setting) -> Iterator[Row]:
         )
 
     yield from attempts(product, cases)
+
+
+def part_latents(at: Setting) -> Iterator[Row]:
+    """Attention to latents of DeepSeek-V3's sizes, from 16 of its heads: decodes, prompts of which
+    nothing is in the cache, chunks behind others, and drafts."""
+    heads, rank, nope, rope, values = at.pick(16, 3), at.pick(512, 64), 128, 64, 128
+    long, many = at.pick(4096, 200), at.pick(64, 4)
+    matrices = at.randn(heads, nope + values, rank) / rank**0.5
+    scale = (nope + rope) ** -0.5
+    cases = [
+        ("decode, one long", [at.pick(32768, 600)], [1]),
+        ("decode", [long - 7 * i for i in range(many)], [1] * many),
+        ("prompt", [long], [long]),
+        ("prompts", [long, long // 2, 17, long // 3], [long, long // 2, 17, long // 3]),
+        ("chunks", [4 * long, long], [long // 2, long // 4]),
+        ("drafts", [long - 7 * i for i in range(many)], [4] * many),
+    ]
+
+    def attend(name: str, lengths: list[int], queries: list[int]) -> Row:
+        spec = KVCacheSpec(1, 1, rank + rope, BLOCK_SIZE, torch.bfloat16, has_values=False)
+        columns = -(-max(lengths) // BLOCK_SIZE)
+        pool = at.randn(columns * len(lengths) + 1, *spec.block_shape)
+        cache = pool[:, 0, 0]
+        order = torch.randperm(columns * len(lengths), device=at.device) + 1
+        table = order.view(len(lengths), columns).int()
+        seq_lens, counts = (
+            torch.tensor(each, dtype=torch.int32, device=at.device) for each in (lengths, queries)
+        )
+        q = at.randn(sum(queries), heads, nope + rope)
+        found, wanted = q.new_empty(*q.shape[:2], values), q.new_empty(*q.shape[:2], values).float()
+        is_decode = max(queries) == 1
+        bounds = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0))
+        where = (table, seq_lens) if is_decode else (table, bounds, seq_lens)
+        kind = "latent_decode" if is_decode else "latent_prefill"
+        parts = q.split([nope, rope], -1)
+        wide = (*(part.float() for part in parts), cache.float(), matrices.float())
+        getattr(latent_attention, kind)(*wide, *where, scale, wanted)
+
+        def call() -> None:
+            getattr(kernels_for(q), kind)(*parts, cache, matrices, *where, scale, found)
+
+        call()
+        seen = sum(n * m - m * (m - 1) // 2 for n, m in zip(lengths, queries, strict=True))
+        each = 2 * rank + rope if is_decode else nope + rope + values
+        made = 2 * sum(queries) * heads * (nope + values) * rank
+        return Row(
+            f"latents, {name}: {sum(queries)} x {max(lengths)}",
+            error=error_of(found, wanted),
+            limit=2e-2,
+            is_replayed=True,
+            seconds=at.time_replayed(call),
+            num_bytes=2 * (sum(lengths) * (rank + rope) + matrices.numel() + q.numel()),
+            num_flops=2 * seen * heads * each + made,
+        )
+
+    yield from attempts(attend, cases)
 
 
 def part_adapters(at: Setting) -> Iterator[Row]:

@@ -57,6 +57,7 @@ from model.kernels.triton import fp4 as triton_fp4
 from model.kernels.triton import fp8 as triton_fp8
 from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
+from model.kernels.triton import latent_chunks as triton_latent_chunks
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import rounding as triton_rounding
@@ -75,6 +76,7 @@ KERNEL_MODULES = (
     triton_fp8,
     triton_integers,
     triton_latent,
+    triton_latent_chunks,
     triton_prefill,
     triton_rope,
     triton_rounding,
@@ -342,7 +344,8 @@ def attention_cases(
 
 
 def latent_cases(num_heads: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield a layer's write, decodes with and without splits, and prefill, as DeepSeek has them."""
+    """Yield a layer's write, decodes with and without splits, and a prompt's tokens behind others
+    and among themselves, as DeepSeek has them."""
     cache = empty(NUM_BLOCKS, 2, 1, BLOCK_SIZE, 1, 576, dtype=dtype)[:, 1, 0]
     tokens = (empty(512, 512, dtype=dtype), empty(512, 64, dtype=dtype))
     q, out = empty(512, num_heads, 576, dtype=dtype), empty(512, num_heads, 512, dtype=dtype)
@@ -350,9 +353,15 @@ def latent_cases(num_heads: int, dtype: torch.dtype) -> Iterator[tuple[str, Call
         empty(*shape, dtype=torch.int32) for shape in ((256, MAX_BLOCKS), (512,), (512,))
     )
 
-    def attend(n: int, rows: torch.Tensor | None = None) -> Callable[[], object]:
-        where = (cache, cache[..., :512], table, lengths[:n], 0.1, out[:n], rows)
+    def attend(n: int, *of_chunks: torch.Tensor) -> Callable[[], object]:
+        where = (cache, cache[..., :512], table, lengths[:n], 0.1, out[:n], *of_chunks)
         return lambda: triton_latent.attend(q[:n], *where)
+
+    log_sums = empty(512, num_heads, dtype=torch.float32)
+    queries = empty(512, num_heads, 192, dtype=dtype).split([128, 64], dim=-1)
+    chunks = (empty(512, 576, dtype=dtype), empty(num_heads, 256, 512, dtype=dtype))
+    bounds = (empty(17, dtype=torch.int32), lengths[:16])
+    found = empty(512, num_heads, 128, dtype=dtype)
 
     yield (
         f"H{num_heads}",
@@ -360,7 +369,13 @@ def latent_cases(num_heads: int, dtype: torch.dtype) -> Iterator[tuple[str, Call
     )
     yield f"H{num_heads} S1", attend(1)
     yield f"H{num_heads} S256", attend(256)
-    yield f"H{num_heads} T512", attend(512, rows)
+    yield f"H{num_heads} T512", attend(512, rows, log_sums)
+    yield (
+        f"H{num_heads} T512 own",
+        lambda: triton_latent_chunks.attend_to_chunks(
+            *queries, *chunks, *bounds, log_sums, 0.1, found
+        ),
+    )
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -381,7 +396,8 @@ def recording(arch: int) -> Iterator[list[Launch]]:
     """Collect what a device of an architecture would launch."""
     launches: list[Launch] = []
     with ExitStack() as stack:
-        stack.enter_context(patch.object(triton_prefill, "arch_of", lambda _device: arch))
+        for module in (triton_prefill, triton_latent_chunks):
+            stack.enter_context(patch.object(module, "arch_of", lambda _device: arch))
         has_fp8 = divmod(arch, 10) >= FIRST_FP8_GPU
         stack.enter_context(patch.object(triton_fp8, "multiplies_fp8", lambda _device: has_fp8))
         for kernel in (kernel for module in KERNEL_MODULES for kernel in kernels_of(module)):

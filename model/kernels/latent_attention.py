@@ -30,6 +30,10 @@ CHUNK_TOKENS = 1024
 """Of a context, of which keys and values are there at once."""
 CHUNK_QUERIES = 256
 """Of which scores are there at once."""
+MIN_CHUNK = 16
+"""Tokens of a chunk, on average, from which on keys and values are made of latents: to make a
+token's takes as many products as some 12 queries take to attend to its latent. Chunks of drafts
+have fewer."""
 
 
 def write_latents(
@@ -66,6 +70,20 @@ def latent_decode(
     attend(q, cache, cache[..., :rank], block_table, seq_lens, scale, found)
     up = matrices[:, nope_dim:].transpose(1, 2)
     out.copy_(torch.bmm(found.transpose(0, 1), up).transpose(0, 1))
+
+
+def as_decodes(
+    cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return of each token of a batch of chunks its sequence, and how many of that one's tokens it
+    sees, none if it is padding: int32 [T] each. cu_seqlens_q: int32 [S + 1]; seq_lens: int32 [S]"""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device) + cu_seqlens_q[0]
+    seqs = torch.searchsorted(cu_seqlens_q, tokens, right=True, out_int32=True) - 1
+    of_token = seqs.clamp(max=len(seq_lens) - 1)
+    # All but those behind itself.
+    seen = seq_lens[of_token] - (cu_seqlens_q[of_token + 1] - 1 - tokens)
+    is_token = (seqs < len(seq_lens)) & (seq_lens[of_token] > 0)
+    return of_token, torch.where(is_token, seen, 0).int()
 
 
 def latent_prefill(

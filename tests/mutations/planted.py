@@ -515,6 +515,24 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "On a GPU a chunk's latents see what is before the chunk, or themselves, not both (S04).",
+        "model/kernels/triton/latent_chunks.py",
+        {"acc * own_weight[:, None] + before * weight[:, None]": "acc * own_weight[:, None]"},
+        (
+            "tests/model/kernels/test_triton.py::"
+            "test_kernels_equal_their_torch_references[latent_prefill]",
+        ),
+    ),
+    Mutation(
+        "Tokens of a draft attend to the latents of those behind themselves (S04, T05).",
+        "model/kernels/latent_attention.py",
+        {"seq_lens[of_token] - (cu_seqlens_q[of_token + 1] - 1 - tokens)": "seq_lens[of_token]"},
+        (
+            "tests/model/kernels/test_kernels.py::"
+            "test_a_layer_attends_to_latents_and_zeroes_padding[100-1]",
+        ),
+    ),
+    Mutation(
         "All 128 inputs of an FP8 product are scaled as the first ones (S08).",
         "model/kernels/triton/fp8.py",
         {"x_scales + rows * GROUPS + group": "x_scales + rows * GROUPS"},

@@ -77,9 +77,19 @@ def _attend_to_latents(*args: Any) -> None:
         boundary(paged_attention.paged_decode)(*args)
 
 
-@boundary
 def latent_prefill(*args: Any) -> None:
     """Attend; rows behind the last sequence become zero."""
+    q_nope, q_pe, cache, matrices, table, cu_seqlens_q, seq_lens, scale, out = args
+    num_tokens = q_nope.shape[0]
+    if num_tokens >= latent_attention.MIN_CHUNK * seq_lens.shape[0]:
+        _latent_prefill(*args)
+        return
+    of_token, seen = latent_attention.as_decodes(cu_seqlens_q, seq_lens, num_tokens)
+    latent_decode(q_nope, q_pe, cache, matrices, table[of_token], seen, scale, out)
+
+
+@boundary
+def _latent_prefill(*args: Any) -> None:
     latent_attention.latent_prefill(*args)
     *_, cu_seqlens_q, _, _, out = args
     out[int(cu_seqlens_q[-1] - cu_seqlens_q[0]) :].zero_()

@@ -14,8 +14,8 @@ from model.kernels.triton.fp4 import fp4_linear as fp4_linear
 from model.kernels.triton.fp8 import fp8_linear as fp8_linear
 from model.kernels.triton.integers import integer_linear as integer_linear
 from model.kernels.triton.latent import latent_decode as latent_decode
-from model.kernels.triton.latent import latent_prefill as latent_prefill
 from model.kernels.triton.latent import write_latents as write_latents
+from model.kernels.triton.latent_chunks import latent_prefill as latent_prefill
 from model.kernels.triton.prefill import paged_prefill as paged_prefill
 from model.kernels.triton.rope import rope_and_write_kv as rope_and_write_kv
 from model.kernels.triton.rounding import quantize_blocks as quantize_blocks

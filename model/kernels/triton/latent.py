@@ -2,9 +2,7 @@
 
 All query heads attend to one row for each token, a latent and a rotated key, and the latent is
 their value too: a tile that is loaded once is both operands. Sequences are split and joined as in
-`triton.decode`. A prompt's chunk is attended in the same way, each of its tokens like a decode of
-its own length, so that nothing on the host depends on where sequences begin: that costs more
-products than keys and values made of latents would, and no memory.
+`triton.decode`.
 
 Shapes: T tokens, S sequences, H query heads, G of them in a program, n and p the head dim without
 and with positions, v of values, r of a latent, N blocks in the pool, B tokens per block, M columns
@@ -12,8 +10,6 @@ of the block table.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -204,6 +200,11 @@ def _latent_kernel(
     if num_splits <= 1:
         out_at = out + seq * stride_out_seq + heads[:, None] * stride_out_head + dims[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=is_q)
+        if HAS_ROWS and log_sums is not None:
+            # Of a sequence of length 0 the maximum is -inf: so is the logarithm of 0.
+            log_sum = row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))
+            sums_at = log_sums + seq * tl.num_programs(1) * GROUP + heads
+            tl.store(sums_at, log_sum, mask=is_head)
     else:
         part = (seq * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
         tl.store(partial + part[:, None] * RANK + dims[None, :], acc, mask=is_q)
@@ -219,12 +220,14 @@ def attend(
     scale: float,
     out: torch.Tensor,
     table_rows: torch.Tensor | None = None,
+    log_sums: torch.Tensor | None = None,
 ) -> None:
     """Do what `paged_attention.paged_decode` does for one KV head whose values are the first part
     of its keys.
 
     q: [S, H, r + p]; cache: [N, B, 1, r + p]; values: [N, B, 1, r], of `cache`; out: [S, H, r];
-    table_rows: the rows of the block table, int32 [S], if not one for each; nothing is split then
+    table_rows: the rows of the block table, int32 [S], if not one for each; nothing is split then,
+    and `log_sums`, float32 [S, H], becomes the logarithms of the sums to base 2
     """
     (num_seqs, num_heads, width), rank, block_size = q.shape, values.shape[3], cache.shape[1]
     group = max(n for n in range(1, MAX_GROUP + 1) if num_heads % n == 0)
@@ -238,7 +241,8 @@ def attend(
     num_programs = decode.PROGRAMS_PER_SM * sms
     shape = (num_seqs, num_heads, splits if splits > 1 else 0)
     partial = q.new_empty((*shape, rank), dtype=torch.float32)
-    log_sums = q.new_empty(shape, dtype=torch.float32)
+    if splits > 1:
+        log_sums = q.new_empty(shape, dtype=torch.float32)
     _latent_kernel[(num_seqs, num_groups, splits)](
         q,
         cache,
@@ -304,29 +308,4 @@ def latent_decode(
     """Do what `latent_attention.latent_decode` does."""
     latent_attention.latent_decode(
         q_nope, q_pe, cache, matrices, block_table, seq_lens, scale, out, attend
-    )
-
-
-def latent_prefill(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    cache: torch.Tensor,
-    matrices: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
-    """Do what `latent_attention.latent_prefill` does; rows behind the last sequence become zero."""
-    num_tokens, num_seqs = q_nope.shape[0], seq_lens.shape[0]
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=q_nope.device) + cu_seqlens_q[0]
-    seqs = torch.searchsorted(cu_seqlens_q, tokens, right=True, out_int32=True) - 1
-    rows = seqs.clamp(max=num_seqs - 1)
-    # A token sees its sequence without those behind itself.
-    seen = seq_lens[rows] - (cu_seqlens_q[rows + 1] - 1 - tokens)
-    seen = torch.where((seqs < num_seqs) & (seq_lens[rows] > 0), seen, 0).int()
-    each = functools.partial(attend, table_rows=rows)
-    latent_attention.latent_decode(
-        q_nope, q_pe, cache, matrices, block_table, seen, scale, out, each
     )

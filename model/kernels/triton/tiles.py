@@ -145,14 +145,28 @@ def softmax_step(
     row_sum: tl.tensor,
 ) -> tl.tensor:
     """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D], uint8 for e4m3 without UNIT;
+    seen: [R, C], None: all."""
+    if k.dtype == tl.uint8:
+        k, v = from_e4m3(k).to(q.dtype), from_e4m3(v).to(q.dtype)
+    scores = tl.dot(q, k.trans(), input_precision="ieee") * scale_log2
+    return weigh(scores, v, seen, acc, row_max, row_sum)
+
+
+@triton.jit
+def weigh(
+    scores: tl.tensor,
+    v: tl.tensor,
+    seen: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+) -> tl.tensor:
+    """Take the values of KV tokens into the running sums. scores: [R, C], to base 2; v: [C, D];
     seen: [R, C], None: all.
 
     A row that has seen nothing yet keeps the maximum -inf, which must not be subtracted from
     itself.
     """
-    if k.dtype == tl.uint8:
-        k, v = from_e4m3(k).to(q.dtype), from_e4m3(v).to(q.dtype)
-    scores = tl.dot(q, k.trans(), input_precision="ieee") * scale_log2
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))

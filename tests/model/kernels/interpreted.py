@@ -60,10 +60,12 @@ from model.kernels.triton import fp4 as triton_fp4
 from model.kernels.triton import fp8 as triton_fp8
 from model.kernels.triton import integers as triton_integers
 from model.kernels.triton import latent as triton_latent
+from model.kernels.triton import latent_chunks as triton_latent_chunks
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import rounding as triton_rounding
 from model.kernels.triton import routing as triton_routing
+from model.kernels.triton.tiles import AttentionTiles
 from model.kv_cache import KVCacheSpec
 from model.layers import attention, linear, lora, moe
 from model.layers import latent_attention as latent_layer
@@ -397,9 +399,12 @@ def check_latent_decode(rng: random.Random) -> None:
 def check_latent_prefill(rng: random.Random) -> None:
     """Tokens of sequences, of padding between them, and behind them; decodes stand before."""
     shape = Latents(rng)
+    latent_attention.MIN_CHUNK = rng.choice([0, 0, 16])
+    tiles = AttentionTiles(rng.choice([16, 32]), rng.choice([16, 32]), 0, 4, 1)
+    triton_latent_chunks.own_tiles = lambda *_: tiles
     latent_attention.CHUNK_TOKENS = rng.choice([16, 40, 1024])
     latent_attention.CHUNK_QUERIES = rng.choice([5, 16, 256])
-    queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, 20)]
+    queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, rng.choice([20, 70]))]
     lengths = [n + rng.choice([0, 0, 1, rng.randint(0, 70)]) for n in queries]
     padding = rng.randrange(len(lengths)) if rng.random() < 0.4 else None
     if padding is not None:
@@ -412,7 +417,7 @@ def check_latent_prefill(rng: random.Random) -> None:
     lens = torch.tensor(lengths).int()
     found, wanted = shape.outputs(len(tokens[0])), shape.outputs(len(tokens[0]))
     with NoWaiting():
-        triton_latent.latent_prefill(*tokens, *where, lens, shape.scale, found)
+        triton_latent_chunks.latent_prefill(*tokens, *where, lens, shape.scale, found)
     shape.clear_behind(table, lengths)
     latent_attention.latent_prefill(*tokens, *where, lens, shape.scale, wanted)
     compare(found[: sum(queries)], wanted[: sum(queries)])

@@ -27,6 +27,7 @@ from model.kernels.triton import experts as triton_experts
 from model.kernels.triton import fp4 as triton_fp4
 from model.kernels.triton import fp8 as triton_fp8
 from model.kernels.triton import latent as triton_latent
+from model.kernels.triton import latent_chunks as triton_latent_chunks
 from model.kernels.triton import prefill as triton_prefill
 from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import rounding as triton_rounding
@@ -44,6 +45,7 @@ KERNELS = {
     "join": triton_decode._join_kernel,
     "norm": triton_elementwise._norm_kernel,
     "latent": triton_latent._latent_kernel,
+    "own": triton_latent_chunks._own_kernel,
     "prefill": triton_prefill._prefill_kernel,
     "rope": triton_rope._rope_kernel,
     "silu": triton_elementwise._silu_kernel,
@@ -144,30 +146,43 @@ def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches: list[A
     ]
 
 
-@pytest.mark.feature("S04", "Y02")
-def test_latent_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches: list[Any]) -> None:
+def attend_to_latents(num_decodes: int, num_seqs: int, num_tokens: int) -> None:
     latent = Latent(
         None, kv_rank=64, nope_dim=10, rope_dim=6, v_dim=14, is_interleaved=True, scale=1
     )
+    place = Placement(torch.bfloat16, torch.device("cpu"))
+    layer = LatentAttention(34, latent, layer_name="layer", place=place)
+    layer.weight = torch.nn.Parameter(empty(34 * 24, 64), requires_grad=False)
+    cache = empty(9, BLOCK, 1, 70)
+    caches = {"layer": KVCacheTensor(cache, cache)}
+    metadata = metadata_of(num_decodes, num_seqs, num_tokens)
+    with forward_context(ForwardContext({"layer": layer}, metadata, caches)):
+        q_nope, q_pe = empty(num_tokens, 34, 16).split([10, 6], dim=-1)
+        rows = (empty(num_tokens, 64), empty(num_tokens, 6), empty(num_tokens, 34, 14))
+        latent_attention._mla_attention(q_nope, q_pe, *rows, "layer")
+
+
+@pytest.mark.feature("S04", "Y02")
+def test_latent_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches: list[Any]) -> None:
     with FakeTensorMode():
-        layer = LatentAttention(
-            34, latent, layer_name="layer", place=Placement(torch.bfloat16, torch.device("cpu"))
-        )
-        layer.weight = torch.nn.Parameter(empty(34 * 24, 64), requires_grad=False)
-        cache = empty(9, BLOCK, 1, 70)
-        caches = {"layer": KVCacheTensor(cache, cache)}
-        with forward_context(ForwardContext({"layer": layer}, metadata_of(3, 5, 40), caches)):
-            q_nope, q_pe = empty(40, 34, 16).split([10, 6], dim=-1)
-            rows = (empty(40, 64), empty(40, 6), empty(40, 34, 14))
-            latent_attention._mla_attention(q_nope, q_pe, *rows, "layer")
+        attend_to_latents(3, 5, 40)
     splits = triton_decode.num_splits(3, 17, 1024 * BLOCK, 100)
     assert launches == [
         ("write", (40,)),
         # Heads in pairs: 17 are too many for a program.
         ("latent", (3, 17, splits)),
         ("join", (3, 34)),
+        # What stands before the chunks of 37 tokens of two sequences, then their own tokens.
         ("latent", (37, 17, 1)),
+        ("own", (37 // 128 + 2 + 1, 34)),
     ]
+
+
+@pytest.mark.feature("S04", "T05", "Y02")
+def test_latents_of_chunks_of_few_tokens_are_attended_to_as_they_are(launches: list[Any]) -> None:
+    with FakeTensorMode():
+        attend_to_latents(3, 8, 23)
+    assert launches[-1] == ("latent", (20, 17, 1))
 
 
 def test_the_grid_of_a_full_batch_has_room_for_one_long_sequence(launches: list[Any]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.config import Latent
-from model.kernels import cpu, elementwise, paged_attention
+from model.kernels import cpu, elementwise, latent_attention, paged_attention
 from model.kernels.cpu import native, packed_linear
 from model.kernels.paged_attention import FP8
 from model.layers.attention import Attention, AttentionMetadata
@@ -467,8 +467,13 @@ def test_latents_that_are_not_numbers_stay_with_their_sequence() -> None:
 
 @pytest.mark.feature("S04")
 @pytest.mark.parametrize("num_decodes", [1, 2])
-def test_a_layer_attends_to_latents_and_zeroes_padding(num_decodes: int) -> None:
-    """Keys and values that are made of latents, as the definition says, for decodes and chunks."""
+@pytest.mark.parametrize("min_chunk", [0, 100])
+def test_a_layer_attends_to_latents_and_zeroes_padding(
+    num_decodes: int, min_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values that are made of latents, as the definition says, for decodes and chunks, of
+    which those of few tokens attend to latents too."""
+    monkeypatch.setattr(latent_attention, "MIN_CHUNK", min_chunk)
     kind = Latent(None, kv_rank=9, nope_dim=5, rope_dim=4, v_dim=7, is_interleaved=True, scale=0.3)
     layer = LatentAttention(3, kind, layer_name="layer", place=Placement(torch.float32, CPU))
     torch.nn.init.normal_(layer.allocate("weight"))

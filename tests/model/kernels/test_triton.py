@@ -124,6 +124,7 @@ KERNELS = {
     "fp8": ("linear",),
     "integers": ("linear",),
     "latent": ("latent", "write"),
+    "latent_chunks": ("own",),
     "prefill": ("prefill",),
     "rope": ("rope",),
     "rounding": ("blocks", "groups", "rows"),
