@@ -399,6 +399,8 @@ def check_latent_decode(rng: random.Random) -> None:
 def check_latent_prefill(rng: random.Random) -> None:
     """Tokens of sequences, of padding between them, and behind them; decodes stand before."""
     shape = Latents(rng)
+    triton_decode.MIN_SPLIT_TOKENS = rng.choice([16, 256])
+    triton_decode.num_sms = lambda _: 100
     latent_attention.MIN_CHUNK = rng.choice([0, 0, 16])
     tiles = AttentionTiles(rng.choice([16, 32]), rng.choice([16, 32]), 0, 4, 1)
     triton_latent_chunks.own_tiles = lambda *_: tiles

@@ -33,7 +33,7 @@ NUM_SHAPES = {
     "rope_e4m3": 2,
     "latent_write": 3,
     "latent_decode": 3,
-    "latent_prefill": 2,
+    "latent_prefill": 4,
     "norm": 5,
     "all_reduce": 4,
     "silu": 5,
