@@ -64,6 +64,7 @@ def test_every_benchmark_can_be_imported() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Q10")
 def test_an_engine_is_measured_with_the_yaml_file_of_a_server(tmp_path: Path) -> None:
     """Three streams of which two requests each decode together, in graphs of four sequences."""

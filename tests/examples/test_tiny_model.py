@@ -165,6 +165,7 @@ def test_card_states_the_accuracy_that_every_held_out_task_gives() -> None:
     assert "| all | 2000 |" in (CHECKPOINT / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.feature("B05")
 def test_compiled_and_replayed_in_bfloat16_it_is_as_right_as_eager() -> None:
     """Wrong graphs and wrong KV show as wrong answers; rounding may flip one of a hundred."""

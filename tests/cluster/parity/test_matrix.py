@@ -175,7 +175,7 @@ def data_parallel() -> Iterator[Any]:
     yield case(Row(odd, "uneven", 1, 2, mode=FULL), "B03")
     yield case(Row("one kv head", "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
     yield case(Row(experts, "uneven", 1, 2, mode=DECODE_ONLY))
-    yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY))
+    yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
     yield case(Row(experts, "uneven", 1, 2, mode=PIECEWISE), "X03")
     yield case(Row("deepseek3 groups", "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
     for shape, load in ((odd, "uneven"), (odd, "seeded"), (experts, "uneven")):

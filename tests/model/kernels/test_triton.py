@@ -61,13 +61,18 @@ NUM_SHAPES = {
 """By group of checks: how many random shapes, times the factor of `--fuzz`."""
 
 
+SLOW = {"integer_model", "short_model"}
+"""Whose kernels are checked one by one; `model` shows that models call them."""
+
+
 @pytest.fixture(scope="module")
 def interpreted(
+    request: pytest.FixtureRequest,
     make_checkpoint: Any,
     pytestconfig: pytest.Config,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> subprocess.CompletedProcess[str]:
-    """What one process printed that checked all groups."""
+    """What one process printed that checked all groups which this run has tests of."""
     shape = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
     path, _ = make_checkpoint(**shape)
     latents = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
@@ -82,7 +87,12 @@ def interpreted(
     env = {"PYTHONPATH": str(ROOT), "CHECKPOINTS": paths}
     env |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     factor = pytestconfig.getoption("--fuzz")
-    groups = [f"{group}={factor * number}" for group, number in NUM_SHAPES.items()]
+    names = {item.name for item in request.session.items}
+    groups = [
+        f"{group}={factor * number}"
+        for group, number in NUM_SHAPES.items()
+        if f"test_kernels_equal_their_torch_references[{group}]" in names
+    ]
     command = [sys.executable, "-W", "error", str(SCRIPT), *groups]
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
 
@@ -99,7 +109,8 @@ FEATURES = {
 
 def marked(group: str) -> Any:
     found = [row for row, expression in FEATURES.items() if re.search(expression, group)]
-    return pytest.param(group, marks=[pytest.mark.feature(row) for row in found])
+    marks = [pytest.mark.feature(row) for row in found]
+    return pytest.param(group, marks=[*marks, *[pytest.mark.slow] * (group in SLOW)])
 
 
 @pytest.mark.feature("Y02")
