@@ -1,8 +1,9 @@
-"""Let the simulator's modules find each other, here as when `run.py` is run."""
+"""Let the simulator's modules find each other, here as when `run.py` is run, and checkpoints."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE), str(HERE.parent / "model" / "checkpoints")]
