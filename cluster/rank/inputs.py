@@ -10,7 +10,7 @@ Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -241,16 +241,20 @@ class StepInputs:
         is_last = np.zeros(len(logits_index), dtype=bool)
         is_last[last] = True
         drafted = [token for *_, draft in plan.drafts() for token in draft]
-        upload = partial(upload_array, device=self.device)
+        fields = {
+            "num_draft_tokens": num_drawn - 1,
+            "cu_num_draft_tokens": np.cumsum(num_drawn - 1),
+            "draft_token_ids": np.array(drafted, dtype=np.int64),
+            "target_logits_indices": np.flatnonzero(~is_last),
+            "bonus_logits_indices": last,
+            "known_indices": ends[~draws],
+            "known_token_ids": np.array(plan.known_token_ids, dtype=np.int64),
+        }
+        # In one copy: most of them are of a few numbers.
+        together = upload_array(np.concatenate(list(fields.values())), self.device)
+        parts = together.split([len(values) for values in fields.values()])
         return SpecDecodeMetadata(
-            num_draft_tokens=upload(num_drawn - 1),
-            cu_num_draft_tokens=upload(np.cumsum(num_drawn - 1)),
-            draft_token_ids=upload(np.array(drafted, dtype=np.int64)),
-            target_logits_indices=upload(np.flatnonzero(~is_last)),
-            bonus_logits_indices=upload(last),
-            logits_indices=logits_index,
-            known_indices=upload(ends[~draws]),
-            known_token_ids=upload(np.array(plan.known_token_ids, dtype=np.int64)),
+            logits_indices=logits_index, **dict(zip(fields, parts, strict=True))
         )
 
     def _draft_table(self, plan: StepPlan, rows: np.ndarray) -> torch.Tensor:
