@@ -1,5 +1,6 @@
-"""What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of
-DeepSeek-V3's FP8 files, of AutoGPTQ and of AutoAWQ. `stored_weights.py` makes numbers of them.
+"""What `quantization_config` says of a checkpoint's weights: methods of compressed-tensors, of FP8
+files as DeepSeek-V3, transformers and AutoFP8 write them, of AutoGPTQ and of AutoAWQ.
+`stored_weights.py` makes numbers of them.
 
 A rank may hold something else: `Integers` are made of whatever the checkpoint has, `Float4` is
 always the checkpoint's own, and `Float8` is if it has such."""
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from compile.errors import FieldError, Words
 from compile.formats import FP4_BLOCK, FP8_GROUP
@@ -123,6 +124,7 @@ _Names = Annotated[list[str] | None, says("a list of modules' names, or null")]
 _Size = Annotated[int, Meta(ge=1, le=LARGEST_INDEX)]
 _GroupSize = Annotated[int, Meta(ge=-1, le=LARGEST_INDEX)]
 _Block = Annotated[tuple[_Size, _Size], says("two sizes")]
+_BlockOrNone = Annotated[tuple[_Size, _Size] | UnsetType | None, says("two sizes, or null")]
 _No = Annotated[None, says("none")]
 
 
@@ -170,12 +172,16 @@ class _CompressedTensors(msgspec.Struct):
 
 
 class _Fp8(msgspec.Struct):
-    weight_block_size: _Block
+    """Of DeepSeek-V3, which others follow: in blocks, or null for a scale of the whole tensor. A
+    file of AutoFP8, which knows no blocks, does not have the field."""
+
+    weight_block_size: _BlockOrNone = UNSET
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     fmt: Literal["e4m3"] = "e4m3"
     modules_to_not_convert: _Names = None
     ignored_layers: _Names = None
-    kv_cache_scheme: _No = None
+    kv_cache_scheme: Annotated[Literal["static"] | None, says("static or null")] = None
+    """Scales of keys and values are there; they are read where the cache is FP8."""
 
 
 class _Gptq(msgspec.Struct):
@@ -270,12 +276,13 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _of_fp8(file: _Fp8) -> Quantization:
+    block = file.weight_block_size
     return Quantization(
-        "fp8",
+        "float-quantized" if block is UNSET else "fp8",
         8,
-        file.weight_block_size,
+        block or (0, 0),
         plain_names=(*(file.modules_to_not_convert or ()), *(file.ignored_layers or ())),
-        unused=("input_scale",) if file.activation_scheme == "static" else (),
+        unused=("input_scale", "activation_scale") if file.activation_scheme == "static" else (),
     )
 
 

@@ -309,7 +309,8 @@ def _check(
         raise refused(field, "where the index says", Words("none"), path)
     tensor = file.get_slice(stored.name)
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    if shape != stored.shape:
+    # A scale of a whole tensor may be a number or a list of one.
+    if shape != stored.shape and (shape or stored.shape != (1,)):
         raise refused(field, f"shape {stored.shape}", shape, path)
     if dtype not in stored.part.dtypes:
         *others, last = stored.part.dtypes
@@ -325,7 +326,9 @@ def _check(
 def _parts(source: _Source, opened: dict[Path, Any]) -> Iterator[tuple[Stored, Path, torch.Tensor]]:
     for stored, path in zip(source.stored, source.paths, strict=True):
         try:
-            tensor = opened[path].get_slice(stored.name)[stored.where(source.cut)]
+            tensor = opened[path].get_slice(stored.name)
+            is_number = not tensor.get_shape()
+            tensor = tensor[...].reshape(1) if is_number else tensor[stored.where(source.cut)]
         except (OSError, SafetensorError) as error:
             raise broken(path, error) from error
         yield stored, path, tensor

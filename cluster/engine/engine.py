@@ -46,7 +46,7 @@ class Runner(Protocol):
     switch: CompileSwitch
     step_stats: StepStats
 
-    def load_slice(self) -> None: ...
+    def load_piece(self) -> None: ...
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None

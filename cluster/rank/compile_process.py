@@ -234,7 +234,7 @@ class CompileAhead:
             return "capturing graphs", switch.stage - 1, switch.last_stage - 1
         return "compiling", self._process.done, self._process.total
 
-    def load_slice(self) -> None:
+    def load_piece(self) -> None:
         """Load the next piece, if there is one. Call it between steps. `CannotCompile`: there is
         nothing to load, and no other start would have it."""
         if self.error or self._forward.switch.is_loaded:

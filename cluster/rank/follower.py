@@ -151,7 +151,7 @@ class FollowerLoop:
                 raise FrameError(f"{self._name}: wanted an order for its role, found {found}")
 
     def _report(self) -> None:
-        self._runner.load_slice()
+        self._runner.load_piece()
         if self._adapters is not None:
             self._adapters.load_slice()
             for loaded in self._adapters.take_ended():

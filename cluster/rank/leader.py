@@ -145,7 +145,7 @@ class Leader(Rank):
         self._take_inbox()
         if self._channel is not None:
             self._take_reports(self._channel)
-        self.runner.load_slice()
+        self.runner.load_piece()
         self._adapters.advance(self.engine.scheduler.uses_adapter)
         self.engine.is_draining = self._is_stopping
         try:

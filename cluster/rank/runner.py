@@ -154,9 +154,9 @@ class ModelRunner:
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
 
-    def load_slice(self) -> None:
+    def load_piece(self) -> None:
         if self._ahead is not None:
-            self._ahead.load_slice()
+            self._ahead.load_piece()
 
     @property
     def compile_progress(self) -> tuple[str, int, int] | None:

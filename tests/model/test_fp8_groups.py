@@ -40,6 +40,7 @@ ALL = {
     **GROUPED,
     "channel": KINDS["float by channel"],
     "tensor": KINDS["float by tensor"],
+    "number": KINDS["AutoFP8"],
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {

@@ -542,6 +542,19 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "A scale that is a number is refused where one of a list would be read (S08).",
+        "model/weights.py",
+        {
+            "if shape != stored.shape and (shape or stored.shape != (1,)):": (
+                "if shape != stored.shape:"
+            )
+        },
+        (
+            "tests/model/test_quantization.py::"
+            "test_weights_are_what_their_tensors_mean_to_the_bit[AutoFP8-Llama]",
+        ),
+    ),
+    Mutation(
         "FP8 numbers of a checkpoint get the scales of other outputs (S08).",
         "model/kernels/scaled_linear.py",
         {"self.scales[:, outputs].copy_(": "self.scales[:, : len(numbers)].copy_("},

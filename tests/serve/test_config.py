@@ -352,6 +352,8 @@ FP4_FILE = compressed("nvfp4-pack-quantized", {"dynamic": "local"}, **FP4_KIND)
         (FP8_FILE, {"quantization": "none"}, "none"),
         (FP8_FILE, {"quantization": "int8"}, "int8"),
         (FP8_FILE | {"weight_block_size": [128, 64]}, {}, "none"),
+        (FP8_FILE | {"weight_block_size": None}, {}, "fp8"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, {}, "fp8"),
         (FP4_FILE, {}, "nvfp4"),
         (FP4_FILE, {"device": "cpu"}, "none"),
         (compressed("nvfp4-pack-quantized", **FP4_KIND), {}, "none"),

@@ -288,7 +288,7 @@ class SimRunner:
             self.confirm(confirm)
             self._rank.group.on_agreement(self._rank.dp_rank, agreed)
 
-    def load_slice(self) -> None:
+    def load_piece(self) -> None:
         """What was compiled is loaded at once; see `SimRank.on_compiled`."""
 
     def enter(self, agreed: StepAgreement, num_tokens: int) -> None:

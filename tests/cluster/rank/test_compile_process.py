@@ -64,7 +64,7 @@ def error_of(runner: ModelRunner) -> str:
     deadline = time.monotonic() + LIMIT_S
     while not runner.compile_error:
         assert time.monotonic() < deadline
-        runner.load_slice()
+        runner.load_piece()
     return runner.compile_error
 
 
@@ -103,7 +103,7 @@ def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_war
                 is_last = switch.is_over and len(found) > 1  # its steps are replays
                 found.append([])
                 engine.submit(request(len(found)))
-            runner.load_slice()
+            runner.load_piece()
             found[-1] += tokens_of(engine.step())
             stages.add(switch.stage)
         assert stages == {0, 1, 2, 3, 4, 5}, "pieces, two graphs of pieces, two of decode steps"

@@ -2,7 +2,8 @@
 
 Layouts are those of the programs that write such files: compressed-tensors' `pack_to_int32` and
 `pack_fp4_to_uint8`, AutoGPTQ's `QuantLinear.pack`, AutoAWQ's `WQLinear_GEMM.from_linear` (its
-`order_map` is what `AWQ` is here), and for FP8 in blocks DeepSeek-V3's `inference/kernel.py`.
+`order_map` is what `AWQ` is here), and for FP8 in blocks DeepSeek-V3's `inference/kernel.py`, by
+tensor transformers' `FP8Linear` and AutoFP8's `FP8StaticLinear`.
 """
 
 from __future__ import annotations
@@ -139,6 +140,24 @@ def fp8(block: tuple[int, int]) -> Kind:
     return Kind(config, scaled("block", block, is_float=True, scale="weight_scale_inv"))
 
 
+def fp8_by_tensor(*, has_blocks: bool) -> Kind:
+    """As AutoFP8 writes it, or as transformers does where a file could have blocks, too: scales
+    are numbers, of activations as well."""
+    plain = ["lm_head", "mlp.gate"]
+    config = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": plain}
+    scale, of_inputs = "weight_scale", "input_scale"
+    if has_blocks:
+        config |= {"weight_block_size": None, "dequantize": False, "modules_to_not_convert": plain}
+        scale, of_inputs = "weight_scale_inv", "activation_scale"
+
+    def parts(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        grid = quantized(weight, 8, (0, 0), is_float=True)
+        scales = {scale: grid.scales[0, 0], of_inputs: torch.tensor(INPUT_SCALE)}
+        return {"weight": grid.numbers.to(F8), **scales}, grid.plain
+
+    return Kind(config, parts)
+
+
 def pack(bits: int, group: int = GROUP, *, symmetric: bool = True) -> Kind:
     fields = {"num_bits": bits, "type": "int", "symmetric": symmetric}
     fields |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
@@ -262,6 +281,8 @@ KINDS = {
     "int by channel": float_or_int("int-quantized", "channel", (1, 0)),
     "int by tensor": float_or_int("int-quantized", "tensor", (0, 0)),
     "fp8": fp8((4, 8)),
+    "fp8 by tensor": fp8_by_tensor(has_blocks=True),
+    "AutoFP8": fp8_by_tensor(has_blocks=False),
     "packed 4": pack(4),
     "packed 8 by channel": pack(8, 0),
     "packed 4 with zeros": pack(4, symmetric=False),
