@@ -202,11 +202,6 @@ def _latent_kernel(
     if num_splits <= 1:
         out_at = out + seq * stride_out_seq + heads[:, None] * stride_out_head + dims[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=is_q)
-        if not HAS_SPLITS and log_sums is not None:
-            # Of a sequence of length 0 the maximum is -inf: so is the logarithm of 0.
-            log_sum = row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))
-            sums_at = log_sums + seq * tl.num_programs(1) * GROUP + heads
-            tl.store(sums_at, log_sum, mask=is_head)
     else:
         part = (seq * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
         tl.store(partial + part[:, None] * RANK + dims[None, :], acc, mask=is_q)
@@ -222,30 +217,26 @@ def attend(
     scale: float,
     out: torch.Tensor,
     table_rows: torch.Tensor | None = None,
-    log_sums: torch.Tensor | None = None,
 ) -> None:
     """Do what `paged_attention.paged_decode` does for one KV head whose values are the first part
     of its keys.
 
     q: [S, H, r + p]; cache: [N, B, 1, r + p]; values: [N, B, 1, r], of `cache`; out: [S, H, r];
-    table_rows: the rows of the block table, int32 [S], if not one for each; log_sums: float32
-    [S, H], becomes the logarithms of the sums to base 2; nothing is split then
+    table_rows: the rows of the block table, int32 [S], if not one for each
     """
     (num_seqs, num_heads, width), rank, block_size = q.shape, values.shape[3], cache.shape[1]
     group = max(n for n in range(1, MAX_GROUP + 1) if num_heads % n == 0)
-    num_groups, splits, sms = num_heads // group, 1, decode.num_sms(q.device)
-    if log_sums is None:
-        max_tokens = block_table.shape[1] * block_size
-        splits = decode.num_splits(num_seqs, num_groups, max_tokens, sms)
-        splits = min(splits, max(MAX_PARTIAL_BYTES // (4 * num_seqs * num_heads * rank), 1))
+    num_groups, sms = num_heads // group, decode.num_sms(q.device)
+    max_tokens = block_table.shape[1] * block_size
+    splits = decode.num_splits(num_seqs, num_groups, max_tokens, sms)
+    splits = min(splits, max(MAX_PARTIAL_BYTES // (4 * num_seqs * num_heads * rank), 1))
     dims, others = (max(triton.next_power_of_2(n), MIN_DOT) for n in (rank, width - rank))
     columns = max(TILE_BYTES // ((dims + others) * q.element_size()), 1)
     columns = min(max(1 << columns.bit_length() - 1, MIN_DOT), 64)
     num_programs = decode.PROGRAMS_PER_SM * sms
     shape = (num_seqs, num_heads, splits if splits > 1 else 0)
     partial = q.new_empty((*shape, rank), dtype=torch.float32)
-    if splits > 1:
-        log_sums = q.new_empty(shape, dtype=torch.float32)
+    log_sums = q.new_empty(shape, dtype=torch.float32)
     _latent_kernel[(num_seqs, num_groups, splits)](
         q,
         cache,

@@ -3,10 +3,10 @@
 
 Each of a chunk's own tokens serves many queries, so keys and values are made of their latents, by
 one product for all tokens, and attended to as in FlashAttention (Dao, 2023). What was in the cache
-before them is attended to as it is, each token like a decode: keys and values of a context would
-take memory that nothing on the host can bound, and a chunk without one has no more to do there
-than to see that. The two results are joined by the logarithms of their sums. In a step of chunks of
-few tokens, as drafts make, all is attended to like that.
+before them is attended to as it is, from several tokens of a chunk and many heads at once: keys and
+values of a context would take memory that nothing on the host can bound, and a chunk without one
+has no more to do there than to see that. The two results are joined by the logarithms of their
+sums. In a step of chunks of few tokens, as drafts make, each token is like a decode.
 
 Shapes: T tokens, S sequences, H query heads, n and p the head dim without and with positions, v of
 values, r of a latent, N blocks in the pool, B tokens per block, M columns of the block table.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from model.kernels import latent_attention
-from model.kernels.triton.latent import attend
+from model.kernels.triton.latent import MAX_GROUP, attend
 from model.kernels.triton.prefill import _sequence_of_tile, _tile_of_sequence
 from model.kernels.triton.tiles import (
     LOG2_E,
@@ -32,6 +32,126 @@ from model.kernels.triton.tiles import (
     prefill_tiles,
     weigh,
 )
+
+
+@triton.jit
+def _chunk_of_tile(
+    cu_seqlens_q: tl.tensor,
+    seq_lens: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    tile: tl.tensor,
+    BLOCK_Q: tl.constexpr,
+) -> tl.tensor:
+    """Return a tile's sequence, where its chunk starts, how many tokens that has, which of them is
+    the tile's first one, and the sequence's length: 0 of padding, the tokens behind the last
+    sequence included."""
+    seq = _sequence_of_tile(cu_seqlens_q, num_seqs, tile, BLOCK_Q)
+    is_seq = seq < num_seqs
+    origin = tl.load(cu_seqlens_q)
+    start = tl.load(cu_seqlens_q + seq) - origin
+    stop = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - origin
+    num_queries = tl.where(is_seq, stop, num_tokens) - start
+    first = (tile - _tile_of_sequence(cu_seqlens_q, seq, BLOCK_Q)) * BLOCK_Q
+    length = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    return seq, start, num_queries, first, length
+
+
+# A mixed step's tables begin behind those of its decodes: their alignment is any.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs"],
+    do_not_specialize_on_alignment=["block_table", "cu_seqlens_q", "seq_lens"],
+)
+def _before_kernel(
+    q: tl.tensor,
+    cache: tl.tensor,
+    block_table: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    log_sums: tl.tensor,
+    scale_log2: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_block: tl.tensor,
+    stride_token: tl.tensor,
+    stride_table: tl.tensor,
+    stride_out_token: tl.tensor,
+    stride_out_head: tl.tensor,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile, group = tl.program_id(0), tl.program_id(1)
+    seq, start, num_queries, first, length = _chunk_of_tile(
+        cu_seqlens_q, seq_lens, num_tokens, num_seqs, tile, BLOCK_Q
+    )
+    if first >= num_queries:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    queries, heads = first + rows // GROUP, group * GROUP + rows % GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (queries < num_queries)
+    tokens = (start + queries).to(tl.int64)
+    dims, others = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    is_q, is_q_pe = (
+        is_row[:, None] & (dims < RANK)[None, :],
+        is_row[:, None] & (others < ROPE_DIM)[None, :],
+    )
+    q_at = q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head
+    q_tile = tl.load(q_at + dims[None, :], mask=is_q, other=0.0)
+    q_pe_tile = tl.load(q_at + RANK + others[None, :], mask=is_q_pe, other=0.0)
+
+    # All rows see all tokens before the chunk.
+    end = tl.where(length > 0, length - num_queries, 0)
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    table_at = block_table + seq.to(tl.int64) * stride_table
+    kv = tl.arange(0, BLOCK_N)
+    block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
+    for at in range(0, end, BLOCK_N):
+        kv = at + tl.arange(0, BLOCK_N)
+        # Behind a sequence's length may lie another one's block: nothing is loaded from there.
+        is_kv = kv < end
+        is_loaded, is_key = is_kv[:, None], is_kv[:, None]
+        if RANK != BLOCK_R:
+            is_loaded = is_loaded & (dims < RANK)[None, :]
+        if ROPE_DIM != BLOCK_P:
+            is_key = is_key & (others < ROPE_DIM)[None, :]
+        row_at = block.to(tl.int64) * stride_block + (kv % BLOCK_SIZE) * stride_token
+        latents = tl.load(cache + row_at[:, None] + dims[None, :], mask=is_loaded, other=0.0)
+        keys = tl.load(cache + row_at[:, None] + RANK + others[None, :], mask=is_key, other=0.0)
+        scores = tl.dot(q_tile, latents.trans(), input_precision="ieee")
+        scores = tl.dot(q_pe_tile, keys.trans(), scores, input_precision="ieee") * scale_log2
+        scores = tl.where(is_kv[None, :], scores, float("-inf"))
+        # The first token of a tile is one of the sequence: the maximum is a number.
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        acc = tl.dot(
+            weights.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee"
+        )
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+        kv += BLOCK_N
+        block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
+
+    filled = tl.where(row_sum > 0, row_sum, 1.0)
+    out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
+    acc = acc / filled[:, None]
+    tl.store(out_at + dims[None, :], acc.to(out.dtype.element_ty), mask=is_q)
+    # Of a chunk with nothing before it the maximum is -inf: so is the logarithm of 0.
+    sums_at = log_sums + tokens * (tl.num_programs(1) * GROUP) + heads
+    tl.store(sums_at, row_max + tl.log2(filled), mask=is_row)
 
 
 @triton.jit
@@ -81,7 +201,6 @@ def _attend_to_own(
     return acc, row_max, row_sum
 
 
-# A mixed step's lengths begin behind those of its decodes: their alignment is any.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens"],
@@ -116,13 +235,9 @@ def _own_kernel(
     BLOCK_V: tl.constexpr,
 ) -> None:
     tile, head = tl.program_id(0), tl.program_id(1)
-    seq = _sequence_of_tile(cu_seqlens_q, num_seqs, tile, BLOCK_M)
-    is_seq = seq < num_seqs
-    origin = tl.load(cu_seqlens_q)
-    start = tl.load(cu_seqlens_q + seq) - origin
-    stop = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - origin
-    num_queries = tl.where(is_seq, stop, num_tokens) - start
-    first = (tile - _tile_of_sequence(cu_seqlens_q, seq, BLOCK_M)) * BLOCK_M
+    _, start, num_queries, first, length = _chunk_of_tile(
+        cu_seqlens_q, seq_lens, num_tokens, num_seqs, tile, BLOCK_M
+    )
     if first >= num_queries:
         return
 
@@ -137,8 +252,7 @@ def _own_kernel(
     is_q_pe = is_row[:, None] & (others < ROPE_DIM)[None, :]
     q_pe_tile = tl.load(q_pe_at + others[None, :], mask=is_q_pe, other=0.0)
 
-    # A sequence of length 0 is padding: it sees nothing.
-    length = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    # Padding sees nothing.
     end = tl.where(length > 0, tl.minimum(first + BLOCK_M, num_queries), 0)
     # The first row sees its own token, and all see those before.
     edge = tl.where(length > 0, (first + 1) // BLOCK_N * BLOCK_N, 0)
@@ -208,17 +322,78 @@ def latent_prefill(
             q_nope, q_pe, cache, matrices, block_table, seen, scale, out, each
         )
         return
-    is_token, num_own = seen > 0, cu_seqlens_q[rows + 1] - cu_seqlens_q[rows]
-    before = torch.where(is_token, seq_lens[rows] - num_own, 0).int()
     log_sums = q_nope.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    each = functools.partial(attend, table_rows=rows, log_sums=log_sums)
+    each = functools.partial(attend_before, cu_seqlens_q=cu_seqlens_q, log_sums=log_sums)
     latent_attention.latent_decode(
-        q_nope, q_pe, cache, matrices, block_table, before, scale, out, each
+        q_nope, q_pe, cache, matrices, block_table, seq_lens, scale, out, each
     )
-    at = torch.where(is_token, seen - 1, 0)
-    blocks = torch.where(is_token, block_table[rows, at // cache.shape[1]], 0)
+    at = (seen - 1).clamp(min=0)
+    blocks = torch.where(seen > 0, block_table[rows, at // cache.shape[1]], 0)
     own = cache[blocks, at % cache.shape[1], 0]
     attend_to_chunks(q_nope, q_pe, own, matrices, cu_seqlens_q, seq_lens, log_sums, scale, out)
+
+
+def attend_before(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    log_sums: torch.Tensor,
+) -> None:
+    """Attend from each token of a chunk to its sequence's tokens before the chunk; `out` is zero
+    where there are none.
+
+    q: [T, H, r + p]; cache: [N, B, 1, r + p]; values: [N, B, 1, r], of `cache`; out: [T, H, r];
+    log_sums: float32 [T, H], becomes the logarithms of the sums to base 2
+    """
+    (num_tokens, num_heads, width), rank, num_seqs = q.shape, values.shape[3], seq_lens.shape[0]
+    group = max(n for n in range(1, MAX_GROUP + 1) if num_heads % n == 0)
+    tiles = before_tiles(rank, q.dtype, arch_of(q.device))
+    grid = (num_tokens // (tiles.rows // group) + num_seqs + 1, num_heads // group)
+    _before_kernel[grid](
+        q,
+        cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        out,
+        log_sums,
+        scale * LOG2_E,
+        num_tokens,
+        num_seqs,
+        *q.stride()[:2],
+        *cache.stride()[:2],
+        block_table.stride(0),
+        *out.stride()[:2],
+        GROUP=group,
+        RANK=rank,
+        ROPE_DIM=width - rank,
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
+        BLOCK_R=tiles.dims,
+        BLOCK_P=max(triton.next_power_of_2(width - rank), MIN_DOT),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+_BEFORE_TILES = {80: (64, 16), 90: (32, 32)}
+"""Rows and columns by architecture. Others have half of the shared memory, or are not known."""
+
+
+def before_tiles(rank: int, dtype: torch.dtype, arch: int) -> AttentionTiles:
+    """Return the largest tiles that spill no register for latents of 512, in 16 bits. What rows
+    have found so far is in registers; each byte of a context is read once for all of them."""
+    dims = max(triton.next_power_of_2(rank), MIN_DOT)
+    if dtype.itemsize > 2:
+        return AttentionTiles(MIN_DOT, MIN_DOT, dims, num_warps=4, num_stages=2)
+    rows, columns = _BEFORE_TILES.get(arch, (32, 16))
+    return AttentionTiles(rows, columns, dims, num_warps=8, num_stages=3)
 
 
 def attend_to_chunks(

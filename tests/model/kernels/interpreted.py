@@ -404,6 +404,8 @@ def check_latent_prefill(rng: random.Random) -> None:
     latent_attention.MIN_CHUNK = rng.choice([0, 0, 16])
     tiles = AttentionTiles(rng.choice([16, 32]), rng.choice([16, 32]), 0, 4, 1)
     triton_latent_chunks.own_tiles = lambda *_: tiles
+    arch = rng.choice([80, 86, 90])
+    triton_latent_chunks.arch_of = lambda _: arch
     latent_attention.CHUNK_TOKENS = rng.choice([16, 40, 1024])
     latent_attention.CHUNK_QUERIES = rng.choice([5, 16, 256])
     queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, rng.choice([20, 40]))]

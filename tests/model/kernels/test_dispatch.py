@@ -45,6 +45,7 @@ KERNELS = {
     "join": triton_decode._join_kernel,
     "norm": triton_elementwise._norm_kernel,
     "latent": triton_latent._latent_kernel,
+    "before": triton_latent_chunks._before_kernel,
     "own": triton_latent_chunks._own_kernel,
     "prefill": triton_prefill._prefill_kernel,
     "rope": triton_rope._rope_kernel,
@@ -173,7 +174,7 @@ def test_latent_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches:
         ("latent", (3, 17, splits)),
         ("join", (3, 34)),
         # What stands before the chunks of 37 tokens of two sequences, then their own tokens.
-        ("latent", (37, 17, 1)),
+        ("before", (37 // 32 + 2 + 1, 17)),
         ("own", (37 // 128 + 2 + 1, 34)),
     ]
 

@@ -135,7 +135,7 @@ KERNELS = {
     "fp8": ("linear",),
     "integers": ("linear",),
     "latent": ("latent", "write"),
-    "latent_chunks": ("own",),
+    "latent_chunks": ("before", "own"),
     "prefill": ("prefill",),
     "rope": ("rope",),
     "rounding": ("blocks", "groups", "rows"),
