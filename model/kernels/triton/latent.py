@@ -94,6 +94,65 @@ def write_latents(
         )
 
 
+@triton.jit
+def attend_to_latents(
+    q_tile: tl.tensor,
+    q_pe_tile: tl.tensor,
+    cache: tl.tensor,
+    table_at: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    scale_log2: tl.tensor,
+    stride_block: tl.tensor,
+    stride_token: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tl.tensor:
+    """Attend from rows to a sequence's tokens from `begin` to `end`, which all of them see; return
+    the sums of weighted latents, [BLOCK_M, BLOCK_R], the maxima and the sums of weights. A row
+    that sees nothing has -inf and 0. `table_at`: the sequence's row of the block table."""
+    dims, others = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    is_dim, is_other = dims < RANK, others < ROPE_DIM
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    kv = begin + tl.arange(0, BLOCK_N)
+    block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
+    for at in range(begin, end, BLOCK_N):
+        kv = at + tl.arange(0, BLOCK_N)
+        # Behind a sequence's length may lie another one's block: nothing is loaded from there.
+        is_kv = kv < end
+        is_loaded, is_key = is_kv[:, None], is_kv[:, None]
+        if RANK != BLOCK_R:
+            is_loaded = is_loaded & is_dim[None, :]
+        if ROPE_DIM != BLOCK_P:
+            is_key = is_key & is_other[None, :]
+        row_at = block.to(tl.int64) * stride_block + (kv % BLOCK_SIZE) * stride_token
+        latents = tl.load(cache + row_at[:, None] + dims[None, :], mask=is_loaded, other=0.0)
+        keys = tl.load(cache + row_at[:, None] + RANK + others[None, :], mask=is_key, other=0.0)
+        scores = tl.dot(q_tile, latents.trans(), input_precision="ieee")
+        scores = tl.dot(q_pe_tile, keys.trans(), scores, input_precision="ieee") * scale_log2
+        scores = tl.where(is_kv[None, :], scores, float("-inf"))
+        # The first token of a tile is one of the sequence: the maximum is a number.
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        acc = tl.dot(
+            weights.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee"
+        )
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+        # One tile ahead, as in `decode`.
+        kv += BLOCK_N
+        block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
+    return acc, row_max, row_sum
+
+
 @triton.jit(do_not_specialize=["num_programs"])
 def _latent_kernel(
     q: tl.tensor,
@@ -161,43 +220,27 @@ def _latent_kernel(
     is_q_pe = is_head[:, None] & is_other[None, :]
     q_pe_tile = tl.load(q_at + RANK + others[None, :], mask=is_q_pe, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
     table_row = seq
     if HAS_ROWS:
         table_row = tl.load(table_rows + seq).to(tl.int64)
-    table_at = block_table + table_row * stride_table
-    kv = begin + tl.arange(0, BLOCK_N)
-    block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
-    for at in range(begin, end, BLOCK_N):
-        kv = at + tl.arange(0, BLOCK_N)
-        # Behind a sequence's length may lie another one's block: nothing is loaded from there.
-        is_kv = kv < end
-        is_loaded, is_key = is_kv[:, None], is_kv[:, None]
-        if RANK != BLOCK_R:
-            is_loaded = is_loaded & is_dim[None, :]
-        if ROPE_DIM != BLOCK_P:
-            is_key = is_key & is_other[None, :]
-        row_at = block.to(tl.int64) * stride_block + (kv % BLOCK_SIZE) * stride_token
-        latents = tl.load(cache + row_at[:, None] + dims[None, :], mask=is_loaded, other=0.0)
-        keys = tl.load(cache + row_at[:, None] + RANK + others[None, :], mask=is_key, other=0.0)
-        scores = tl.dot(q_tile, latents.trans(), input_precision="ieee")
-        scores = tl.dot(q_pe_tile, keys.trans(), scores, input_precision="ieee") * scale_log2
-        scores = tl.where(is_kv[None, :], scores, float("-inf"))
-        # The first token of a tile is one of the sequence: the maximum is a number.
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)
-        acc = tl.dot(
-            weights.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee"
-        )
-        row_sum = row_sum * decay + tl.sum(weights, 1)
-        row_max = new_max
-        # One tile ahead, as in `decode`.
-        kv += BLOCK_N
-        block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
-
+    acc, row_max, row_sum = attend_to_latents(
+        q_tile,
+        q_pe_tile,
+        cache,
+        block_table + table_row * stride_table,
+        begin,
+        end,
+        scale_log2,
+        stride_block,
+        stride_token,
+        RANK,
+        ROPE_DIM,
+        BLOCK_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_R,
+        BLOCK_P,
+    )
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     if num_splits <= 1:
         out_at = out + seq * stride_out_seq + heads[:, None] * stride_out_head + dims[None, :]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from model.kernels import latent_attention
-from model.kernels.triton.latent import MAX_GROUP, attend
+from model.kernels.triton.latent import MAX_GROUP, attend, attend_to_latents
 from model.kernels.triton.prefill import _sequence_of_tile, _tile_of_sequence
 from model.kernels.triton.tiles import (
     LOG2_E,
@@ -110,41 +110,25 @@ def _before_kernel(
     q_tile = tl.load(q_at + dims[None, :], mask=is_q, other=0.0)
     q_pe_tile = tl.load(q_at + RANK + others[None, :], mask=is_q_pe, other=0.0)
 
-    # All rows see all tokens before the chunk.
     end = tl.where(length > 0, length - num_queries, 0)
-    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    table_at = block_table + seq.to(tl.int64) * stride_table
-    kv = tl.arange(0, BLOCK_N)
-    block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
-    for at in range(0, end, BLOCK_N):
-        kv = at + tl.arange(0, BLOCK_N)
-        # Behind a sequence's length may lie another one's block: nothing is loaded from there.
-        is_kv = kv < end
-        is_loaded, is_key = is_kv[:, None], is_kv[:, None]
-        if RANK != BLOCK_R:
-            is_loaded = is_loaded & (dims < RANK)[None, :]
-        if ROPE_DIM != BLOCK_P:
-            is_key = is_key & (others < ROPE_DIM)[None, :]
-        row_at = block.to(tl.int64) * stride_block + (kv % BLOCK_SIZE) * stride_token
-        latents = tl.load(cache + row_at[:, None] + dims[None, :], mask=is_loaded, other=0.0)
-        keys = tl.load(cache + row_at[:, None] + RANK + others[None, :], mask=is_key, other=0.0)
-        scores = tl.dot(q_tile, latents.trans(), input_precision="ieee")
-        scores = tl.dot(q_pe_tile, keys.trans(), scores, input_precision="ieee") * scale_log2
-        scores = tl.where(is_kv[None, :], scores, float("-inf"))
-        # The first token of a tile is one of the sequence: the maximum is a number.
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)
-        acc = tl.dot(
-            weights.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee"
-        )
-        row_sum = row_sum * decay + tl.sum(weights, 1)
-        row_max = new_max
-        kv += BLOCK_N
-        block = tl.load(table_at + kv // BLOCK_SIZE, mask=kv < end, other=0)
-
+    acc, row_max, row_sum = attend_to_latents(
+        q_tile,
+        q_pe_tile,
+        cache,
+        block_table + seq.to(tl.int64) * stride_table,
+        end * 0,
+        end,
+        scale_log2,
+        stride_block,
+        stride_token,
+        RANK,
+        ROPE_DIM,
+        BLOCK_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_R,
+        BLOCK_P,
+    )
     filled = tl.where(row_sum > 0, row_sum, 1.0)
     out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
     acc = acc / filled[:, None]
