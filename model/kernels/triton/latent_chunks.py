@@ -366,18 +366,14 @@ def attend_before(
     )
 
 
-_BEFORE_TILES = {80: (64, 16), 90: (32, 32)}
-"""Rows and columns by architecture. Others have half of the shared memory, or are not known."""
-
-
 def before_tiles(rank: int, dtype: torch.dtype, arch: int) -> AttentionTiles:
-    """Return the largest tiles that spill no register for latents of 512, in 16 bits. What rows
-    have found so far is in registers; each byte of a context is read once for all of them."""
+    """Return the largest tiles that spill no register and fit into shared memory for latents of
+    512, in 16 bits. What rows have found so far is in registers; each byte of a context is read
+    once for all of them."""
     dims = max(triton.next_power_of_2(rank), MIN_DOT)
     if dtype.itemsize > 2:
         return AttentionTiles(MIN_DOT, MIN_DOT, dims, num_warps=4, num_stages=2)
-    rows, columns = _BEFORE_TILES.get(arch, (32, 16))
-    return AttentionTiles(rows, columns, dims, num_warps=8, num_stages=3)
+    return AttentionTiles(32, 32 if arch == 90 else 16, dims, num_warps=8, num_stages=3)
 
 
 def attend_to_chunks(

@@ -404,7 +404,7 @@ def check_latent_prefill(rng: random.Random) -> None:
     latent_attention.MIN_CHUNK = rng.choice([0, 0, 16])
     tiles = AttentionTiles(rng.choice([16, 32]), rng.choice([16, 32]), 0, 4, 1)
     triton_latent_chunks.own_tiles = lambda *_: tiles
-    arch = rng.choice([80, 86, 90])
+    arch = rng.choice([80, 90])
     triton_latent_chunks.arch_of = lambda _: arch
     latent_attention.CHUNK_TOKENS = rng.choice([16, 40, 1024])
     latent_attention.CHUNK_QUERIES = rng.choice([5, 16, 256])
