@@ -193,7 +193,8 @@ def run(runner: ModelRunner, size: int) -> list[torch.Tensor]:
         plan = make_plan(size, computed, new)
         agreed = AloneLockstep(runner.switch).agree(plan.vote())
         batch = runner.build(plan, agreed)
-        hidden, scored = runner.forward.run(batch, agreed, plan.num_seqs)
+        output = runner.forward.run(batch, agreed, plan.num_seqs)
+        hidden, scored = output.hidden, output.scored
         found.append(hidden[: plan.num_tokens].clone())
         logits = runner.model.compute_logits(hidden) if scored is None else scored.logits
         assert logits is not None
