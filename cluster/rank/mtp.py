@@ -110,7 +110,7 @@ class MTPForward:
     def _run_step(
         self, batch: StepBatch, hidden: torch.Tensor, drawn: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Run the layer on the step's tokens; return [T, E]. A step of pieces has none of it."""
+        """Run the layer on the step's tokens; return [T, E]. Piecewise graphs have none of it."""
         if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE:
             none = CUDAGraphMode.NONE
             context = replace(context, cudagraph_runtime_mode=none, batch_descriptor=None)
@@ -163,14 +163,16 @@ class MTPForward:
         """Put what a draft follows from into the static inputs, and padding behind, up to `size`.
         hidden: [D, E]; token_ids, int64 [D], are behind `positions`; block_table: [D, columns]"""
         num = len(token_ids)
-        given = [(self._token_ids, token_ids), (self._positions, positions), (self._hidden, hidden)]
-        given.append((self._seq_lens, positions + 1))
-        if num:
-            assert block_table is not None, "`draft_blocks`"
-            given.append((self._block_table, block_table))
-        for static, values in given:
-            static[:num].copy_(values)
-        for static in (*(static for static, _ in given), self._block_table):
+        for static, values in (
+            (self._token_ids, token_ids),
+            (self._positions, positions),
+            (self._seq_lens, positions + 1),
+            (self._hidden, hidden),
+            (self._block_table, block_table),
+        ):
+            if num:
+                assert values is not None, "`draft_blocks`"
+                static[:num].copy_(values)
             static[num:size].zero_()
 
     def _further_context(

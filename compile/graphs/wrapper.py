@@ -62,12 +62,12 @@ class CUDAGraphWrapper:
         self._pools = pools
         self._entries: dict[BatchDescriptor, _Entry] = {}
         self._forgotten: dict[BatchDescriptor, int] = {}
-        """How often graphs were replayed that it has let go of."""
+        """How often each graph was replayed that it no longer holds."""
         pools.add_user(self)
 
     @property
     def num_replays(self) -> Mapping[BatchDescriptor, int]:
-        """How often each graph was replayed, one of which it let go included."""
+        """How often each graph was replayed, those that it no longer holds included."""
         return self._forgotten | {key: entry.num_replays for key, entry in self._entries.items()}
 
     def forget(self) -> None:

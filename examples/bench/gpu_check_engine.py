@@ -181,7 +181,7 @@ def part_drafts(at: Setting) -> Iterator[Row]:
             runner = ModelRunner(RankContext(config))
             kept = Drafts(runner, many * (1 + num_drafts))
             tokens[name], drafts[name] = generate(config, runner, samplings), kept.found
-            title = f"step with {num_drafts} drafts of a layer, {name}: {many}"
+            title = f"step of {1 + num_drafts} tokens a sequence, {name}: {many}"
             yield Row(title, value=kept.median_us(), unit="us")
     for kind, found, one, two in (
         ("drafts", drafts, "replayed", "eager"),

@@ -378,9 +378,7 @@ def latent_cases(num_heads: int, dtype: torch.dtype) -> Iterator[tuple[str, Call
     )
     yield (
         f"H{num_heads} T512 own",
-        lambda: triton_latent_chunks.attend_to_chunks(
-            *queries, *chunks, *bounds, log_sums, 0.1, found
-        ),
+        lambda: triton_latent_chunks.attend_own(*queries, *chunks, *bounds, log_sums, 0.1, found),
     )
 
 

@@ -31,9 +31,9 @@ CHUNK_TOKENS = 1024
 CHUNK_QUERIES = 256
 """Of which scores are there at once."""
 MIN_CHUNK = 16
-"""Tokens of a chunk, on average, from which on keys and values are made of latents: to make a
-token's takes as many products as some 12 queries take to attend to its latent. Chunks of drafts
-have fewer."""
+"""Tokens of a chunk, on average, from which on keys and values are made of latents. A token's take
+r (n + v) products a head, which pays only where many queries share them. Drafts are fewer, and
+attend to latents as decodes do."""
 
 
 def write_latents(

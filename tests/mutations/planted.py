@@ -375,7 +375,7 @@ MUTATIONS = (
     Mutation(
         "A graph of further drafts is replayed with what the step before left in it (T05, C07).",
         "cluster/rank/mtp.py",
-        {"            static[:num].copy_(values)\n": "            pass\n"},
+        {"                static[:num].copy_(values)\n": "                pass\n"},
         (MATRIX_MTP.format("drafted-O0_FULL-scored-2_drafts"),),
     ),
     Mutation(

@@ -271,7 +271,7 @@ def _own_kernel(
             part == 1,
         )
 
-    # `out` holds what the tokens before were found to say.
+    # `out` holds the values found among the tokens before the chunk.
     out_at = out + tokens[:, None] * stride_out_token + head * stride_out_head + values[None, :]
     is_out = is_row[:, None] & (values < V_DIM)[None, :]
     before = tl.load(out_at, mask=is_out, other=0.0).to(tl.float32)
@@ -314,7 +314,7 @@ def latent_prefill(
     at = (seen - 1).clamp(min=0)
     blocks = torch.where(seen > 0, block_table[rows, at // cache.shape[1]], 0)
     own = cache[blocks, at % cache.shape[1], 0]
-    attend_to_chunks(q_nope, q_pe, own, matrices, cu_seqlens_q, seq_lens, log_sums, scale, out)
+    attend_own(q_nope, q_pe, own, matrices, cu_seqlens_q, seq_lens, log_sums, scale, out)
 
 
 def attend_before(
@@ -376,7 +376,7 @@ def before_tiles(rank: int, dtype: torch.dtype, arch: int) -> AttentionTiles:
     return AttentionTiles(32, 32 if arch == 90 else 16, dims, num_warps=8, num_stages=3)
 
 
-def attend_to_chunks(
+def attend_own(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     own: torch.Tensor,
@@ -387,10 +387,10 @@ def attend_to_chunks(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Add to `out`, [T, H, v], what chunks find among their own tokens.
+    """Attend from each token of a chunk to the chunk's tokens up to itself, and join that to `out`,
+    [T, H, v], which has what `attend_before` found.
 
-    own: [T, r + p], the tokens' rows of the cache; log_sums: float32 [T, H], to base 2, of what
-    `out` was found by
+    own: [T, r + p], the tokens' rows of the cache; log_sums: float32 [T, H], of `attend_before`
     """
     (num_tokens, num_heads, nope_dim), (_, each, rank) = q_nope.shape, matrices.shape
     made = torch.mm(own[:, :rank], matrices.reshape(-1, rank).t())

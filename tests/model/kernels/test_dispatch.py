@@ -174,7 +174,7 @@ def test_latent_attention_on_a_gpu_launches_kernels_and_reads_no_value(launches:
         ("latent", (3, 17, splits)),
         ("join", (3, 34)),
         # What stands before the chunks of 37 tokens of two sequences, then their own tokens.
-        ("before", (37 // 32 + 2 + 1, 17)),
+        ("before", (37 // 16 + 2 + 1, 17)),
         ("own", (37 // 128 + 2 + 1, 34)),
     ]
 
