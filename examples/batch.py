@@ -1,11 +1,11 @@
 """Answer a file of conversations at once: an offline batch, alone or as a Ray job.
 
-    python examples/batch.py [--model CHECKPOINT] [--input FILE] [--output FILE] [--tp 2] [--dp 2]
+    python examples/batch.py [--input FILE] [--output FILE] [KEY=VALUE ...]
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
-        python examples/batch.py [--tp 2] [--dp 2]
+        python examples/batch.py tensor_parallel_size=2 data_parallel_size=2
 
-With `--tp` or `--dp` its ranks are actors of the cluster, each of which reserves a GPU where there
-are some; without, it runs in this process.
+Arguments are those of `LLM`, such as `model=CHECKPOINT`. Several ranks are actors of the cluster,
+each of which reserves a GPU where there are some; one alone runs in this process.
 
 Each line of the input is a body of /v1/chat/completions, of which `messages`, `temperature`, `seed`
 and `max_tokens` are read; the line of the same number in the output has the answer. Without an
@@ -55,6 +55,14 @@ def params(body: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def pair_of(argument: str) -> tuple[str, str]:
+    """Return the two sides of KEY=VALUE; ValueError: there is no `=`."""
+    key, found, value = argument.partition("=")
+    if not found:
+        raise ValueError(f"arguments: wanted KEY=VALUE, found {argument}")
+    return key, value
+
+
 def line_of(answer: RequestOutput) -> str:
     """Return an answer as a line of JSON."""
     [choice] = answer.outputs
@@ -73,19 +81,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a checkpoint; without one the bundled model")
     parser.add_argument("--input", type=Path)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--tp", type=int, default=1, help="ranks that hold the model together")
-    parser.add_argument("--dp", type=int, default=1, help="engines that share the requests")
+    parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE", help="of the engine")
     options = parser.parse_args()
     try:
         asked = bodies(options.input)
         sampling = [params(body) for body in asked]
+        given: dict[str, Any] = dict(pair_of(argument) for argument in options.arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    llm = LLM(options.model, tensor_parallel_size=options.tp, data_parallel_size=options.dp)
+    llm = LLM(**given)
     answers = llm.chat([body["messages"] for body in asked], sampling)
     lines = [line_of(answer) for answer in answers]
     if options.output is None:

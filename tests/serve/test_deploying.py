@@ -328,20 +328,20 @@ def test_no_stream_notices_that_replicas_go_and_others_take_their_place(
     run(cluster, "serve", "shutdown", "-y")
 
 
-@pytest.mark.feature("R04")
-def test_a_job_runs_an_offline_batch(cluster: Cluster, tmp_path: Path) -> None:
-    """Its output and exit status are the job's; the files are those of the working directory.
-
-    Alone, without a cluster, it writes the answers of a file.
+@pytest.mark.feature("P01", "R04")
+def test_a_job_runs_an_offline_batch_on_several_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """Its output and exit status are the job's; the files are those of the working directory, and
+    its ranks are actors of the cluster. Alone, without a cluster, it writes the answers of a file.
     """
     asked = [{**BODY, "max_tokens": 8}, {**BODY, "max_tokens": 1}]
     (tmp_path / "asked.jsonl").write_text("".join(f"{json.dumps(body)}\n" for body in asked))
     submit = ("ray", "job", "submit", "--working-dir", ".", "--", "python", "examples/batch.py")
-    printed = run(cluster, *submit)
+    group = ("tensor_parallel_size=2", "data_parallel_size=2", "O=0")
+    printed = run(cluster, *submit, *group)
     assert '"text": "42"' in printed and "succeeded" in printed
     out = tmp_path / "out.jsonl"
     files = ("--input", str(tmp_path / "asked.jsonl"), "--output", str(out))
-    run(cluster, "python", "examples/batch.py", *files)
+    run(cluster, "python", "examples/batch.py", *files, "O=0")
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["text"] for answer in answers] == ["42", "4"]
     assert [answer["finish_reason"] for answer in answers] == ["stop", "length"]
@@ -350,18 +350,11 @@ def test_a_job_runs_an_offline_batch(cluster: Cluster, tmp_path: Path) -> None:
     assert "line 1: wanted" in printed and "colour" in printed
 
 
-@pytest.mark.feature("P01", "R04")
-def test_a_job_has_several_ranks(cluster: Cluster) -> None:
-    script = str(ROOT / "examples" / "batch.py")
-    submit = ("ray", "job", "submit", "--working-dir", ".", "--", "python", script)
-    printed = run(cluster, *submit, "--tp", "2", "--dp", "2")
-    assert '"text": "42"' in printed and "succeeded" in printed
-
-
 @pytest.mark.feature("R03", "R04")
 def test_a_job_serves_while_it_runs(cluster: Cluster) -> None:
     script = str(ROOT / "examples" / "serve_in_job.py")
-    printed = run(cluster, "ray", "job", "submit", "--working-dir", ".", "--", "python", script)
+    submit = ("ray", "job", "submit", "--working-dir", ".", "--", "python", script)
+    printed = run(cluster, *submit, "O=0", "pools=mixed")
     assert "What is 12 + 30? -> 42" in printed and "succeeded" in printed
 
 

@@ -25,7 +25,7 @@ from compile.dispatch import BatchDescriptor
 from model.config import ModelConfig, fingerprint
 from model.quantization import WeightFormat
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 SEEDED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1}
 
 
