@@ -337,7 +337,7 @@ def compile_for(job: CompileJob, progress: Progress, exchange: ArtifactExchange)
     with compile_scope(scope):
         path, held = Path(config.model_path), config.quantization
         model, model_config = blank_model(path, shard=group.shard, dtype=dtype, quantization=held)
-        load_adapters(model, config.lora_paths, config.max_loras, config.max_lora_rank)
+        load_adapters(model, config.lora_paths, config.num_lora_slots, config.max_lora_rank)
     forward = StepForward(
         model,
         StepInputs(config, model_config.vocab_size, device),

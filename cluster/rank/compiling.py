@@ -147,7 +147,7 @@ def _key_factors(context: RankContext, shard: Shard) -> dict[str, str]:
         "data_group": "" if shard.data is None else shard.data.group_name,
         # What a constructor decides is in the graph, and constructors are not traced.
         "model_sources": MODEL_SOURCES,
-        "adapters": traced_layout(config.lora_paths, config.max_loras, config.max_lora_rank),
+        "adapters": traced_layout(config.lora_paths, config.num_lora_slots, config.max_lora_rank),
         "packed_weights": str(can_pack(dtype, device)),
         "quantization": config.quantization,
     }

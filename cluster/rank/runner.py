@@ -109,7 +109,7 @@ class ModelRunner:
                 quantization=config.quantization,
                 has_mtp=config.cache.has_mtp,
             )
-            slots = (config.max_loras, config.max_lora_rank)
+            slots = (config.num_lora_slots, config.max_lora_rank)
             self.adapters = load_adapters(self.model, config.lora_paths, *slots)
         num_data_ranks = 1 if self.shard.data is None else self.shard.data.size
         token_bytes = bytes_per_token(self.model_config, config.dtype, num_data_ranks)

@@ -28,7 +28,7 @@ from serve.pools.router import Router
 
 VOCAB = 256
 NUM_TOKENS = 48
-STOPS, OTHER_STOPS = tuple(range(0, VOCAB, 7)), tuple(range(3, VOCAB, 9))
+STOPS, OTHER_STOPS = tuple(range(0, VOCAB, 4)), tuple(range(3, VOCAB, 9))
 
 NO_RULES = rules_of()
 PLAIN = sampling_of(max_tokens=NUM_TOKENS)

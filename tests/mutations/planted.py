@@ -62,7 +62,7 @@ MUTATIONS = (
     Mutation(
         "The process that compiles reserves no room for adapters (S10).",
         "cluster/rank/compile_process.py",
-        {"config.lora_paths, config.max_loras, config.max_lora_rank": "config.lora_paths"},
+        {"config.lora_paths, config.num_lora_slots, config.max_lora_rank": "config.lora_paths"},
         (
             "tests/cluster/rank/test_adapters.py::"
             "test_what_is_compiled_while_a_rank_serves_has_room_for_adapters",

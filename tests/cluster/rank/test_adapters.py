@@ -299,7 +299,7 @@ def unlike_on_the_last_rank(path: Path, spoilt: Path) -> None:
     """Copy an adapter, with a number that only the last rank of a row-parallel layer reads."""
     shutil.copytree(path, spoilt)
     tensors = load_file(spoilt / WEIGHTS_FILE)
-    name = "base_model.model.model.layers.2.self_attn.o_proj.lora_A.weight"
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
     tensors[name][0, -1] = torch.inf
     save_file(tensors, spoilt / WEIGHTS_FILE)
 
@@ -314,7 +314,7 @@ def test_every_rank_of_a_group_reads_its_part_or_none_has_it(
     spoilt = adapter_of(tmp_path / "spoilt", 0)
     leader.set_adapters([spoilt])
     error = error_of(leader, spoilt)
-    assert error.startswith("tp=1: tensor base_model.model.model.layers.2.self_attn.o_proj.lora_A.")
+    assert error.startswith("tp=1: tensor base_model.model.model.layers.1.self_attn.o_proj.lora_A.")
     assert "finite numbers that float32 holds" in error and not leader.stats().adapters.ids
     served = asked.ask(group.sends[0], 0, 60)
     asked.wait_for(served, 1)

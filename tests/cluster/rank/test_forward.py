@@ -153,8 +153,8 @@ def test_a_rank_caches_a_latent_and_a_rotated_key_of_each_token(make_oracle: Any
     oracle = make_oracle("deepseek3 groups")
     runner, config = make_runner(oracle, "NONE"), oracle.model.config
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    assert runner.kv_spec.layout == f"float32:layers3:kv1:block4:heads1:dim{width}"
-    assert runner.kv_pool.nbytes == 101 * 3 * 4 * width * 4
+    assert runner.kv_spec.layout == f"float32:layers2:kv1:block4:heads1:dim{width}"
+    assert runner.kv_pool.nbytes == 101 * 2 * 4 * width * 4
 
 
 @pytest.mark.feature("L01", "L04")
