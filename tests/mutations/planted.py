@@ -342,7 +342,7 @@ MUTATIONS = (
         "The MTP layer looks at the second token of a sequence (S04).",
         "model/layers/decoder.py",
         {"(positions == 0).unsqueeze(-1)": "(positions < 0).unsqueeze(-1)"},
-        (MATRIX_MTP.format("drafted-1_drafts"),),
+        (MATRIX_MTP.format("everything-2_drafts"),),
     ),
     Mutation(
         "At a chunk's end the MTP layer takes the next sequence's token for the one behind (T05).",
