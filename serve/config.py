@@ -54,6 +54,10 @@ BUNDLED_NAME = "lockstep-tiny"
 BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 """A GPU's longer steps compute more tokens a second. A CPU's do not, while the first token of every
 prompt in them, and the next one of every stream, waits for their end."""
+STEP_MS_BY_DEVICE = {"cuda": None, "cpu": 250.0}
+"""A CPU may need a second for `BATCHED_TOKENS_BY_DEVICE`. Of half a billion parameters it computes
+as many tokens a second in chunks of a quarter, a tenth fewer in chunks of a tenth: the shorter they
+are, the fewer sequences decode together."""
 NUMERICS_VERSION = 2
 """Counted up with each change of kernels, of the sampler or of a request's fields by which requests
 get other tokens than from the release before."""
@@ -280,10 +284,11 @@ def _resolved(
     device = _device(args.device)
     num_seqs = args.max_num_seqs or SchedulerConfig.max_num_seqs
     default_tokens = max(BATCHED_TOKENS_BY_DEVICE[device], num_seqs)
+    step_ms = args.max_step_ms or STEP_MS_BY_DEVICE[device]
     scheduler = SchedulerConfig(
         num_seqs,
         args.max_num_batched_tokens or default_tokens,
-        None if args.max_step_ms is None else args.max_step_ms / 1e3,
+        None if step_ms is None else step_ms / 1e3,
     )
     # A prefill engine's sequences end with their first token.
     told = args.speculative_config

@@ -68,9 +68,12 @@ FINISHED = SequenceStatus.FINISHED
 
 MAX_UNFINISHED_TIMES = 1024
 """Requests that may wait for each that may run: the bound on another sender than an ingress."""
-MIN_PROMPT_TOKENS = 16
+MIN_PROMPT_TOKENS = 32
 """At least so many are computed in a step under `max_step_ms`: prompts go on, however slow steps
-are."""
+are. With fewer, a prompt of a model that takes longer would need far more of a CPU's time."""
+MIN_TOKENS_PER_DECODE = 2
+"""And so many for each sequence that decodes, or prompts that are this many times as long as their
+answers would come faster than they are computed."""
 MAX_EARLY_ABORTS = 4096
 """Ids that were aborted here before they came; most never come, having just ended."""
 
@@ -96,7 +99,7 @@ class Scheduler:
         grammars: GrammarMasks | None = None,
         clock: Callable[[], float] | None = None,
         drafter: Drafter | None = None,
-        tokens_within: Callable[[float, int], int] | None = None,
+        tokens_within: Callable[[float], int] | None = None,
     ) -> None:
         """`grammars` None refuses requests with a grammar; `clock` tells how long they wait.
         Without a `drafter` each step draws one token of a sequence. `tokens_within`: see
@@ -437,7 +440,8 @@ class Scheduler:
         has_prompts = bool(self._waiting) or num_decoding < len(self.running)
         if not num_decoding or not has_prompts:
             return most
-        return min(most, max(self._tokens_within(seconds, most), num_decoding + MIN_PROMPT_TOKENS))
+        least = max(MIN_PROMPT_TOKENS, MIN_TOKENS_PER_DECODE * num_decoding)
+        return min(most, max(self._tokens_within(seconds), num_decoding + least))
 
     def _schedule_running(self, batch: Batch) -> bool:
         """Give each running sequence its next tokens; return whether none lacked a block."""

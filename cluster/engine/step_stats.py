@@ -21,6 +21,8 @@ from compile.config import CUDAGraphMode
 
 KEEP = 0.9
 """Weight of what was known, when a step has shown how long a token takes."""
+KEEP_MIXED = 0.5
+"""The same of steps with prompts, whose sizes follow from it: a few steps tell of a new load."""
 NUM_LOGGED_STEPS = 1000
 NUM_TOLD_STEPS = 8
 """Of the log in an error: those that lead to it."""
@@ -37,6 +39,8 @@ class StepStats:
         self._now = (0, Phase.WAITING, clock(), True, {})
         self._token_s: dict[int, float] = {}
         """Seconds that a token takes, by the number of binary digits of the step's tokens."""
+        self._mixed_token_s = 0.0
+        """The same in steps with prompts, of whatever size; 0 before the first."""
         self._in_flight: dict[int, tuple[int, float]] = {}
         """Tokens of each step that was begun and has not ended, and when it began."""
         self._kinds: dict[int, StepKind] = {}
@@ -108,24 +112,26 @@ class StepStats:
         self.learn(num_tokens, seconds)
         if (kind := self._kinds.pop(step, None)) is not None:
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+            if kind == StepKind.MIXED:
+                self._learn_mixed(seconds / num_tokens)
         self._last_end = now
         self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         learn_seconds(self._token_s, num_tokens, seconds)
 
-    def tokens_within(self, seconds: float, most: int) -> int:
-        """Return the most tokens, up to `most`, of a step that is expected to take so long; at
-        least one."""
-        for size in range(most.bit_length(), 1, -1):
-            least = 1 << (size - 1)
-            token_s = self._expect(least) / least
-            num_tokens = min((1 << size) - 1, most)
-            if token_s * num_tokens > seconds:
-                num_tokens = int(seconds / token_s)
-            if num_tokens >= least:
-                return num_tokens
-        return 1
+    def tokens_within(self, seconds: float) -> int:
+        """Return how many tokens a step with prompts has, decodes included, if it is to take so
+        long; 0 before the first such step.
+
+        A step that grows brings its decodes' time down to fewer seconds a token, and so grows on,
+        or shrinks, to the size that takes so long: there is only one.
+        """
+        return int(seconds / self._mixed_token_s) if self._mixed_token_s else 0
+
+    def _learn_mixed(self, token_s: float) -> None:
+        known_s = self._mixed_token_s or token_s
+        self._mixed_token_s = KEEP_MIXED * known_s + (1 - KEEP_MIXED) * token_s
 
     def token_s(self) -> dict[int, float]:
         """Return how long a token took, by the number of binary digits of its step's tokens; sizes

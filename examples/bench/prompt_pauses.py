@@ -26,6 +26,8 @@ from dataclasses import astuple, dataclass
 from cluster.wire.messages import GenerateRequest, Sampling, Submit
 from serve.llm import LLM
 
+UNLIMITED_MS = 1e9
+
 NUM_TOKENS = 500
 """Of the vocabulary, from which prompts are drawn."""
 WARM_UP_TOKENS = 16
@@ -55,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     arguments = dict(argument.split("=", 1) for argument in options.arguments)
     engines = {
-        limit: LLM(**arguments, max_step_ms=limit or None, enable_prefix_caching=False)
+        limit: LLM(**arguments, max_step_ms=limit or UNLIMITED_MS, enable_prefix_caching=False)
         for limit in options.limits
     }
     found: dict[float, list[Found]] = {limit: [] for limit in options.limits}

@@ -31,6 +31,7 @@ COMPILES, GRAPHS = "torch_compile_config", "cuda_graph_config"
 ON: dict[str, Any] = {"enable_piecewise_cuda_graph": True}
 OFF: dict[str, Any] = {"enable_piecewise_cuda_graph": False}
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
+CPU_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 NGRAM = {"speculative_config.method": "ngram", "speculative_config.num_speculative_tokens": "3"}
 
 OTHER: dict[str, Any] = {
@@ -426,10 +427,12 @@ def test_a_pool_has_the_mode_that_fits_its_steps() -> None:
 
 
 @pytest.mark.feature("N03", "C05")
-def test_a_cpu_captures_pieces_of_few_tokens_and_warms_none_up_unless_asked_to() -> None:
+def test_a_cpu_captures_more_sizes_of_few_tokens_and_warms_none_up_unless_asked_to() -> None:
     for found in pools(device="cpu"):
-        assert (found.capture_num_tokens, found.graph_bs) == ((1, 2, 4, 8, 16, 32, 64), SIZES)
+        assert (found.capture_num_tokens, found.graph_bs) == (CPU_SIZES, CPU_SIZES)
         assert (found.num_warmups_full, found.num_warmups_piecewise) == (0, 0)
+    for found in pools(device="cpu", **{"cc.cuda_graph_sizes": [48]}):
+        assert found.graph_bs == (1, 2, 4, 8, 16, 32, 48)
     asked = {"cc.capture_num_tokens": [8, 512], "cc.num_warmups_piecewise": 2}
     for found in pools(device="cpu", **asked):
         assert found.capture_num_tokens == (8, 512)

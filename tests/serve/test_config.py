@@ -97,12 +97,17 @@ def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
 
 
 def test_a_step_has_more_tokens_on_a_gpu_and_never_fewer_than_sequences() -> None:
-    def tokens(**args: object) -> int:
-        return deploy_config(args).pools[0].engine.scheduler.max_num_batched_tokens
+    """And on a CPU a time, after which streams go on."""
 
-    assert tokens(device="cpu", max_num_seqs=600) == 600
-    assert tokens(device="cpu", max_num_batched_tokens=2048) == 2048
-    assert tokens(device="cuda") == 2048
+    def limits(**args: object) -> tuple[int, float | None]:
+        scheduler = deploy_config(args).pools[0].engine.scheduler
+        return scheduler.max_num_batched_tokens, scheduler.max_step_s
+
+    assert limits(device="cpu", max_num_seqs=600) == (600, 0.25)
+    assert limits(device="cpu", max_num_batched_tokens=2048) == (2048, 0.25)
+    assert limits(device="cpu", max_step_ms=20) == (512, 0.02)
+    assert limits(device="cuda") == (2048, None)
+    assert limits(device="cuda", max_step_ms=20) == (2048, 0.02)
 
 
 @pytest.mark.feature("R01")

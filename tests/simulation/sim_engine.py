@@ -98,7 +98,7 @@ class FakeEngine:
         grammars: Any = None,
         drafter: Any = None,
         max_step_s: float | None = None,
-        tokens_within: Callable[[float, int], int] | None = None,
+        tokens_within: Callable[[float], int] | None = None,
     ) -> None:
         self.shape = shape
         self.is_overlapped = is_overlapped

@@ -8,9 +8,12 @@ import pytest
 import sim_engine as sim
 
 from cluster.engine import scheduler as scheduler_module
-from cluster.engine.scheduler import MAX_EARLY_ABORTS, MIN_PROMPT_TOKENS
+from cluster.engine.scheduler import (
+    MAX_EARLY_ABORTS,
+    MIN_PROMPT_TOKENS,
+    MIN_TOKENS_PER_DECODE,
+)
 from cluster.engine.sequence import Sequence
-from cluster.engine.step_stats import StepStats
 from cluster.wire.messages import SampledTokens, TokenLogprobs
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
@@ -34,26 +37,39 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
 
 def test_prompts_are_computed_in_chunks_that_take_no_longer_than_a_step_should() -> None:
     """Where they hold others up, and as long as they go on at all."""
-    stats = StepStats(lambda: 0.0)
-    stats.learn(1, 0.002)
-    stats.learn(20, 0.02)  # 1 ms a token
+    token_s = 0.001
     engine = sim.FakeEngine(
         sim.Shape(num_blocks=40, budget=40),
-        max_step_s=0.025,
-        tokens_within=stats.tokens_within,
+        max_step_s=0.036,
+        tokens_within=lambda seconds: int(seconds / token_s),
     )
     engine.submit(sim.make_request("first", [1] * 36, max_tokens=4))
     engine.step()
     assert engine.plans[-1].num_new == [36], "nobody waits for it"
-    engine.submit(sim.make_request("second", [2] * 30, max_tokens=2))
+    engine.submit(sim.make_request("second", [2] * 38, max_tokens=2))
     engine.step()
-    assert engine.plans[-1].num_new == [1, 24]
-    stats.learn(30, 300.0)
+    assert engine.plans[-1].num_new == [1, 35]
+    token_s = 300.0
     engine.step()
-    assert engine.plans[-1].num_new == [1, 6], "what is left is less than the least chunk"
-    engine.submit(sim.make_request("third", [3] * 30, max_tokens=2))
+    assert engine.plans[-1].num_new == [1, 3], "what is left is less than the least chunk"
+    engine.submit(sim.make_request("third", [3] * 38, max_tokens=2))
     engine.step()
     assert engine.plans[-1].num_new == [1, 1, MIN_PROMPT_TOKENS]
+    engine.run()
+
+
+def test_the_more_sequences_decode_the_more_of_a_prompt_a_step_computes_at_least() -> None:
+    engine = sim.FakeEngine(
+        sim.Shape(num_blocks=100, budget=60, max_num_seqs=20),
+        max_step_s=0.001,
+        tokens_within=lambda _: 1,
+    )
+    for i in range(17):
+        engine.submit(sim.make_request(f"stream {i}", [i], max_tokens=3))
+    engine.step()
+    engine.submit(sim.make_request("prompt", [2] * 38, max_tokens=2))
+    engine.step()
+    assert engine.plans[-1].num_new == [*[1] * 17, 17 * MIN_TOKENS_PER_DECODE]
     engine.run()
 
 

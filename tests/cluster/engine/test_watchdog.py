@@ -7,9 +7,12 @@ import re
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from wire_structs import plan_of
 
+from cluster.engine.lockstep import agree
 from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
+from compile.dispatch import CapturedGraphs
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
 PLANNING, AGREEING, WAITING = Phase.PLANNING, Phase.AGREEING, Phase.WAITING
@@ -278,24 +281,28 @@ def test_a_step_that_was_held_up_says_nothing_of_larger_ones() -> None:
 
 
 @given(
-    st.dictionaries(st.integers(1, 600), st.floats(1e-6, 1.0), max_size=6),
-    st.floats(1e-6, 10.0),
-    st.integers(1, 600),
+    rows=st.integers(1, 200),
+    times=st.floats(1.0, 20.0),
+    prompt_token_s=st.floats(1e-5, 0.01),
+    max_step_s=st.floats(0.005, 0.5),
+    held_up=st.floats(1.0, 1000.0),
 )
-def test_a_step_is_given_the_tokens_that_it_has_time_for(
-    learned: dict[int, float], seconds: float, most: int
+def test_steps_with_prompts_get_the_size_that_takes_as_long_as_they_may(
+    rows: int, times: float, prompt_token_s: float, max_step_s: float, held_up: float
 ) -> None:
-    stats = StepStats(lambda: 0.0)
-    for num_tokens, each_s in learned.items():
-        stats.learn(num_tokens, num_tokens * each_s)
-    found = stats.tokens_within(seconds, most)
-
-    def takes(num_tokens: int) -> float:
-        stats.build(1, num_tokens)
-        return stats.heartbeat().expected_s
-
-    assert 1 <= found <= most
-    assert found == 1 or takes(found) <= seconds * (1 + 1e-9)
-    # No more tokens of the same number of digits would do, nor a larger step at all.
-    if found < most:
-        assert all(takes(n) > seconds * (1 - 1e-9) for n in (found + 1, most))
+    """Soon, from any size, and again after one step was held up. A decode takes so many times as
+    long as a token of a prompt."""
+    stats, least, most = StepStats(clock := Clock()), rows + 32, rows + 2048
+    decode_s = 1e-3 + rows * times * prompt_token_s
+    least_s, most_s = (decode_s + prompt_token_s * (size - rows) for size in (least, most))
+    assert stats.tokens_within(max_step_s) == 0, "nothing is known"
+    for step in range(1, 122):
+        num_tokens = min(most, max(stats.tokens_within(max_step_s), least))
+        plan = plan_of([1] * rows + [num_tokens - rows], step=step)
+        stats.build(step, num_tokens)
+        stats.begin(plan, agree((plan.vote(),), CapturedGraphs()), 0)
+        took_s = decode_s + prompt_token_s * (num_tokens - rows)
+        clock.now += took_s * (held_up if step == 60 else 1.0)
+        stats.end_step(step)
+        if step in (59, 121):
+            assert took_s == pytest.approx(min(most_s, max(max_step_s, least_s)), rel=0.05)
