@@ -23,8 +23,8 @@ from compile.dispatch import DEFAULT_NUM_TOKENS, ascending, capture_sizes, withi
 from compile.errors import FieldError
 
 CPU_SIZES = (1, 2, 4, *range(8, 32, 4), *range(32, 64, 8), *range(64, 513, 16))
-"""Default sizes on a CPU. Padding costs there what as many tokens do, and another size next to
-nothing: 17 sequences in a graph of 32 take two thirds longer than in one of 20."""
+"""Default sizes on a CPU, where padding costs as much as tokens do, and another size next to
+nothing: padded to 32, 17 sequences would compute almost twice what they need."""
 MAX_CPU_TOKENS = 64
 """The largest default size of piecewise graphs on a CPU. A replay saves only calls there, which is
 nothing next to what more tokens cost to compute, and each capture computes them."""
@@ -156,8 +156,10 @@ def _graph_bs(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
     is_asked = (
         config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_GRAPH_SIZES
     )
-    sizes = capture_sizes(config.cudagraph_capture_sizes, config.cuda_graph_sizes)
-    kept, dropped = within(CPU_SIZES if facts.is_cpu and not is_asked else sizes, most)
+    sizes = CPU_SIZES
+    if is_asked or not facts.is_cpu:
+        sizes = capture_sizes(config.cudagraph_capture_sizes, config.cuda_graph_sizes)
+    kept, dropped = within(sizes, most)
     is_of_tokens = facts.are_sizes_tokens and facts.asked_mode is CUDAGraphMode.PIECEWISE
     if is_asked and facts.is_captured and not is_of_tokens:
         _warn_dropped(_sizes_field(config), dropped, f"{most} decoding sequences")

@@ -113,10 +113,10 @@ class EngineArgs(_Strict, frozen=True):
     """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
     2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
     max_step_ms: Annotated[float, at_least(0.1)] | None = None
-    """Milliseconds that a step should take while sequences decode beside prompts, during which all
-    streams stand still: prompts are computed in chunks that fit, by the steps measured so far, of
-    at least 32 tokens, and 2 for each of those sequences. Null: 250 on a CPU; on a GPU
-    `max_num_batched_tokens` is the only limit."""
+    """Milliseconds that a step should take where sequences decode beside prompts: until it ends,
+    all streams stand still. Prompts are computed in chunks that fit, by the steps measured so far,
+    but of at least 32 tokens, or 2 for each sequence that decodes if that is more. Null: 250 on a
+    CPU; on a GPU `max_num_batched_tokens` is the only limit."""
     num_kv_blocks: Positive | None = None
     """KV blocks of one rank; null: as many as its memory for KV holds."""
     gpu_memory_utilization: Share | None = None

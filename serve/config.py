@@ -55,10 +55,9 @@ BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 """A GPU's longer steps compute more tokens a second. A CPU's do not, while the first token of every
 prompt in them, and the next one of every stream, waits for their end."""
 STEP_MS_BY_DEVICE = {"cuda": None, "cpu": 250.0}
-"""A CPU may need a second for `BATCHED_TOKENS_BY_DEVICE`. With half a billion parameters it gives 8
-streams as many tokens a second in chunks of a quarter, and 32 streams a twelfth fewer; in chunks of
-a tenth 8 streams have a tenth fewer: the shorter chunks are, the fewer sequences decode together.
-"""
+"""A CPU may need a second for `BATCHED_TOKENS_BY_DEVICE`. The shorter chunks are, the fewer
+sequences decode together: of a model that is so slow, 8 streams have as many tokens a second in
+chunks of a quarter of that, and 32 streams a tenth fewer."""
 NUMERICS_VERSION = 2
 """Counted up with each change of kernels, of the sampler or of a request's fields by which requests
 get other tokens than from the release before."""

@@ -70,10 +70,10 @@ MAX_UNFINISHED_TIMES = 1024
 """Requests that may wait for each that may run: the bound on another sender than an ingress."""
 MIN_PROMPT_TOKENS = 32
 """At least so many are computed in a step under `max_step_ms`: prompts go on, however slow steps
-are. With fewer, a prompt of a model that takes longer would need far more of a CPU's time."""
+are. A CPU needs more time for a token of a small model's prompt if a step has fewer."""
 MIN_TOKENS_PER_DECODE = 2
-"""And so many for each sequence that decodes, or prompts that are this many times as long as their
-answers would come faster than they are computed."""
+"""Or so many for each sequence that decodes, if that is more. With fewer, prompts so many times as
+long as their answers would come faster than they are computed."""
 MAX_EARLY_ABORTS = 4096
 """Ids that were aborted here before they came; most never come, having just ended."""
 

@@ -22,7 +22,7 @@ from compile.config import CUDAGraphMode
 KEEP = 0.9
 """Weight of what was known, when a step has shown how long a token takes."""
 KEEP_MIXED = 0.5
-"""The same of steps with prompts, whose sizes follow from it: a few steps tell of a new load."""
+"""The same of steps with prompts, whose sizes follow from it: a few of them get used to a load."""
 NUM_LOGGED_STEPS = 1000
 NUM_TOLD_STEPS = 8
 """Of the log in an error: those that lead to it."""
@@ -121,11 +121,12 @@ class StepStats:
         learn_seconds(self._token_s, num_tokens, seconds)
 
     def tokens_within(self, seconds: float) -> int:
-        """Return how many tokens a step with prompts has, decodes included, if it is to take so
-        long; 0 before the first such step.
+        """Return how many tokens, decodes included, a step with prompts may have if it is to take
+        so long; 0 before the first such step.
 
-        A step that grows brings its decodes' time down to fewer seconds a token, and so grows on,
-        or shrinks, to the size that takes so long: there is only one.
+        Sizes follow from the steps before, and settle. The larger a step, the more tokens share the
+        time of its decodes, so one that took too little is followed by a larger one, up to the only
+        size that takes `seconds`.
         """
         return int(seconds / self._mixed_token_s) if self._mixed_token_s else 0
 

@@ -26,12 +26,12 @@ from dataclasses import astuple, dataclass
 from cluster.wire.messages import GenerateRequest, Sampling, Submit
 from serve.llm import LLM
 
-UNLIMITED_MS = 1e9
-
 NUM_TOKENS = 500
 """Of the vocabulary, from which prompts are drawn."""
 WARM_UP_TOKENS = 16
 """Of each stream before the first prompt comes."""
+UNLIMITED_MS = 1e9
+"""Longer than any step: without a limit of its own an engine has its device's."""
 
 
 @dataclass(frozen=True)
