@@ -105,10 +105,10 @@ class AdmissionSlot:
         """When more of the body has to have come."""
         self.num_sequences = 1
         self.num_bytes = 0
+        self.adapter_id = 0
+        """The adapter that engines keep for the request; 0: none."""
         self.on_evicted: Callable[[], None] | None = None
         """Set while the body is read: called where another request takes the slot."""
-        self.on_leave: Callable[[], None] | None = None
-        """Called once, where the request leaves."""
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that have come, or that replace them; raises Overloaded."""
@@ -151,8 +151,6 @@ class AdmissionSlot:
             del admission._slots[self]
             admission._bytes.add(self.client, -self.num_bytes)
             admission._add(self.client, -self.num_sequences, admission._clock())
-            if self.on_leave is not None:
-                self.on_leave()
 
     def is_slow(self, now: float) -> bool:
         """Return whether the body may lose its slot to any other request."""
@@ -200,6 +198,11 @@ class Admission:
     def num_requests(self) -> int:
         """How many have a slot, those included whose answer is on its way."""
         return len(self._slots)
+
+    @property
+    def used_adapters(self) -> frozenset[int]:
+        """By id those that requests have."""
+        return frozenset(slot.adapter_id for slot in self._slots) - {0}
 
     def resize(self, max_running: int, max_queued: int) -> None:
         """Have another number of places from now on; nobody who has one loses it."""

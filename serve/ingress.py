@@ -26,8 +26,8 @@ from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, StreamBatcher
 from serve.ingress_core import IngressCore
 from serve.openai import adapters, endpoint
 from serve.openai.app import build_app
-from serve.openai.chat import parse_chat
-from serve.openai.completions import parse_completion
+from serve.openai.chat import CHAT
+from serve.openai.completions import COMPLETIONS
 from serve.pools.directory import Directory
 from serve.pools.links import LeaderLinks
 from serve.pools.quarantine import FairLock, Quarantine
@@ -108,21 +108,21 @@ class Ingress:
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer what would be posted to /v1/chat/completions."""
-        return await endpoint.answer(self._core.serving, parse_chat, body)
+        return await endpoint.answer(self._core.serving, CHAT, body)
 
     async def stream_chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a chat completion; call with `options(stream=True)`."""
-        async with aclosing(endpoint.stream(self._core.serving, parse_chat, body)) as chunks:
+        async with aclosing(endpoint.stream(self._core.serving, CHAT, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer what would be posted to /v1/completions."""
-        return await endpoint.answer(self._core.serving, parse_completion, body)
+        return await endpoint.answer(self._core.serving, COMPLETIONS, body)
 
     async def stream_complete(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a completion; call with `options(stream=True)`."""
-        async with aclosing(endpoint.stream(self._core.serving, parse_completion, body)) as chunks:
+        async with aclosing(endpoint.stream(self._core.serving, COMPLETIONS, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

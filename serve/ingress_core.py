@@ -279,7 +279,7 @@ class IngressCore:
             counts=self.serving.counts.counts(),
             known_prefixes=self._directory.known_prefixes,
             adapters_revision=self.serving.models.revision if self.serving.loading else None,
-            used_adapters=self.serving.models.used_adapters,
+            used_adapters=self._admission.used_adapters,
         )
 
     def _say(self, line: str) -> None:

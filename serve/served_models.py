@@ -2,13 +2,13 @@
 
 The names of the model and of `lora_modules` are there from the start. Those of adapters that are
 loaded while the application serves come and go with what the status board answers. A request finds
-its adapter once, when it is admitted, and holds it until its end, so that engines keep it as long.
+its adapter once, when it is admitted, and its slot has it until its end, so that engines keep it as
+long (`Admission.used_adapters`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 from cluster.actors.adapter_set import AdapterSet
@@ -38,7 +38,6 @@ class ServedModels:
             for place, name in enumerate(settings.adapter_names, start=1)
         }
         self._loaded: dict[str, ServedModel] = {}
-        self._live: Counter[int] = Counter()
         self.revision = 0
         """Of the `AdapterSet` that was seen last."""
 
@@ -68,17 +67,3 @@ class ServedModels:
             for each in adapters.offered
             if each.name not in self._fixed
         }
-
-    def hold(self, model: ServedModel) -> None:
-        """Note that a request has begun that has this model's adapter."""
-        self._live[model.adapter_id] += 1
-
-    def let_go(self, model: ServedModel) -> None:
-        self._live[model.adapter_id] -= 1
-        if not self._live[model.adapter_id]:
-            del self._live[model.adapter_id]
-
-    @property
-    def used_adapters(self) -> frozenset[int]:
-        """By id those that live requests have."""
-        return frozenset(self._live.keys() - {0})

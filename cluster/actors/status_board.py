@@ -64,7 +64,8 @@ holds for ingresses."""
 ANSWER_S = 3.0
 """How long the board may take to answer an ingress."""
 CHANGE_S = 30.0
-"""How long if it dies while it loads or unloads an adapter: nobody should be left to guess."""
+"""How long to load or unload an adapter, and again if it dies meanwhile: nobody should be left to
+guess."""
 AGAIN_S = 0.05
 """How often one that restarts is asked again."""
 USUAL_STATES = ("loading", "ready", "draining")
@@ -394,13 +395,13 @@ class IngressBoard:
             pools[pool] = {"replicas": [{"id": name, "ranks": ranks} for name, ranks in asked]}
         return {"pools": pools}
 
-    async def _answer(self, call: Callable[[], Any], again_s: float = ANSWER_S) -> Any:
+    async def _answer(self, call: Callable[[], Any], timeout_s: float = ANSWER_S) -> Any:
         """Make a call, and again if the board died, or its ingress did: what it does, it may have
         done already."""
         try:
             asked = self._board
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(timeout_s):
                     return await call()
             except ray.exceptions.RayActorError as error:
                 self._lost_at, self._told = time.monotonic(), {}
@@ -409,7 +410,7 @@ class IngressBoard:
                 is_dead = not isinstance(error, ray.exceptions.ActorUnavailableError)
                 if is_dead and self._board is asked:
                     self._board = self._found()
-                async with asyncio.timeout(again_s):
+                async with asyncio.timeout(timeout_s):
                     while True:
                         with suppress(ray.exceptions.ActorUnavailableError):
                             return await call()

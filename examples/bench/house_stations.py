@@ -210,6 +210,7 @@ async def ask(app: Any) -> bytes:
 async def trace(app: Any, root: Path) -> list[Call]:
     """Return the calls of the second answer."""
     await ask(app)
+    await asyncio.sleep(0)  # what its end has cancelled
     with Calls(root) as calls:
         body = await ask(app)
     if not body.endswith(b"data: [DONE]\n\n"):

@@ -19,8 +19,8 @@ from serve.clients import ApiKeys
 from serve.observe import page
 from serve.openai import adapters, openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList
-from serve.openai.chat import parse_chat
-from serve.openai.completions import parse_completion
+from serve.openai.chat import CHAT
+from serve.openai.completions import COMPLETIONS
 from serve.openai.endpoint import (
     Handler,
     discard,
@@ -32,7 +32,7 @@ from serve.openai.endpoint import (
 from serve.openai.errors import ApiError, answer_http_exception, retry_after
 from serve.openai.generation import Serving
 from serve.openai.middleware import RequestMiddleware
-from serve.openai.responses import parse_responses
+from serve.openai.responses import RESPONSES
 
 NO_TEXT = (
     *("/v1/embeddings", "/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
@@ -49,9 +49,9 @@ def build_app(serving: Serving, *, is_peer_known: bool = True, sends_id: bool = 
     args = serving.settings.args
     handlers = Handlers(serving)
     posts: dict[str, Handler] = {
-        "/v1/chat/completions": partial(respond, serving, parse_chat),
-        "/v1/completions": partial(respond, serving, parse_completion),
-        "/v1/responses": partial(respond, serving, parse_responses),
+        "/v1/chat/completions": partial(respond, serving, CHAT),
+        "/v1/completions": partial(respond, serving, COMPLETIONS),
+        "/v1/responses": partial(respond, serving, RESPONSES),
         "/tokenize": partial(tokenizing.answer, serving, tokenizing.tokenize),
         "/detokenize": partial(tokenizing.answer, serving, tokenizing.detokenize),
         adapters.LOAD_PATH: partial(adapters.answer_load, serving),

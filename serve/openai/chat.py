@@ -38,9 +38,9 @@ from serve.openai.answers import (
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.body import check_values, parse
+from serve.openai.body import check_values
 from serve.openai.errors import ApiError
-from serve.openai.generation import Generation, Serving
+from serve.openai.generation import Endpoint, Generation
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool, check_num_chars
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, CallDelta, ToolFormat
 from serve.requests.choice import Choice
@@ -74,13 +74,13 @@ class ConversationAdapter:
         self,
         id_prefix: str,
         request: ChatRequest,
-        params: SamplingParams,
         settings: ApiSettings,
         tokenizer: Tokenizer,
     ) -> None:
-        """Read a request with its parameters; raises ApiError and FieldError beyond the limits."""
+        """Read a request; raises ApiError and FieldError."""
         self.size = _checked_size(request, settings, tokenizer)
         answers = _answer_format(request, settings, tokenizer)
+        params = request.sampling_params()
         self.id = f"{id_prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = ""
@@ -132,8 +132,7 @@ class ChatAdapter(ConversationAdapter):
     has_typed_events = False
 
     def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:
-        request.check_turns()
-        super().__init__("chatcmpl", request, request.sampling_params(), settings, tokenizer)
+        super().__init__("chatcmpl", request, settings, tokenizer)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
 
@@ -241,10 +240,7 @@ class ChatAdapter(ConversationAdapter):
         return choice.request.prompt_token_ids if self.request.return_token_ids else UNSET
 
 
-def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapter:
-    """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, ChatRequest, serving.settings.max_model_len)
-    return ChatAdapter(request, serving.settings, tokenizer)
+CHAT = Endpoint(ChatRequest, ChatAdapter)
 
 
 def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> int:

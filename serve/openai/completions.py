@@ -21,8 +21,7 @@ from serve.openai.answers import (
     limited,
     prompt_logprobs,
 )
-from serve.openai.body import parse
-from serve.openai.generation import Generation, Serving
+from serve.openai.generation import Endpoint, Generation
 from serve.openai.schema import CompletionRequest, check_num_chars
 from serve.requests.choice import Choice, OutputDelta
 from serve.requests.tokenizer import Tokenizer, detokenizer
@@ -157,7 +156,4 @@ class CompletionAdapter:
         )
 
 
-def parse_completion(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionAdapter:
-    """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, CompletionRequest, serving.settings.max_model_len)
-    return CompletionAdapter(request, serving.settings, tokenizer)
+COMPLETIONS = Endpoint(CompletionRequest, CompletionAdapter)

@@ -33,7 +33,6 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,8 +43,10 @@ from starlette.types import Receive, Scope, Send
 
 from serve import clients
 from serve.admission import AdmissionSlot, Overloaded
+from serve.event_loop import Check
+from serve.openai.body import parse
 from serve.openai.errors import ApiError, as_api_error
-from serve.openai.generation import Generation, RequestAdapter, Serving
+from serve.openai.generation import Endpoint, Generation, RequestAdapter, Serving
 from serve.requests.records import RequestRecord
 from serve.requests.tokenizer import Tokenizer
 from serve.served_models import ServedModel
@@ -69,7 +70,6 @@ HANDLE = "handle"
 """In place of a route."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-Parse = Callable[[Serving, Tokenizer, bytes], RequestAdapter]
 
 
 def json_response(
@@ -94,13 +94,13 @@ def guarded(handler: Handler) -> Handler:
     return answer
 
 
-async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
+async def respond(serving: Serving, endpoint: Endpoint, request: Request) -> Response:
     """Answer a generating request. Raises what `as_api_error` knows, and ClientGone."""
     record: RequestRecord = request.state.record
     record.is_generating = True
     tokenizer, slot, body = await admitted(serving, request)
     try:
-        generation = await parsed(serving, tokenizer, parse, body, slot, record)
+        generation = await parsed(serving, tokenizer, endpoint, body, slot, record)
     except BaseException:
         slot.leave()
         raise
@@ -111,7 +111,7 @@ async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
 async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
     With ApiError and Overloaded it is refused, and the rest of its body discarded."""
-    await serving.requests.wait()
+    await serving.throttle.wait()
     slot: AdmissionSlot | None = None
     limit = serving.settings.args.max_body_bytes
     try:
@@ -230,25 +230,29 @@ async def _discard(parts: AsyncGenerator[bytes, None]) -> None:
 async def parsed(
     serving: Serving,
     tokenizer: Tokenizer,
-    parse: Parse,
+    endpoint: Endpoint,
     body: bytes,
     slot: AdmissionSlot,
     record: RequestRecord,
 ) -> Generation:
     """Return the answer to a JSON body, which now has a slot for each of its sequences. ApiError or
     FieldError if it cannot be answered; Overloaded if there is no room for all of them."""
-    adapter = await serving.threads.run(len(body), lambda _: parse(serving, tokenizer, body))
+    settings = serving.settings
+
+    def read(_: Check) -> RequestAdapter:
+        found = parse(body, endpoint.request, settings.max_model_len)
+        return endpoint.adapter(found, settings, tokenizer)
+
+    adapter = await serving.threads.run(len(body), read)
     request, params = adapter.request, adapter.params
     model = require_model(serving, request.model)
-    slot.grow(adapter.num_prompts * params.n)
     # No answer of the board comes between the two: what is offered and used is kept by all engines.
-    serving.models.hold(model)
-    slot.on_leave = partial(serving.models.let_go, model)
+    slot.adapter_id = model.adapter_id
+    slot.grow(adapter.num_prompts * params.n)
     adapter.model = model.name
     record.id, record.model, record.is_stream = adapter.id, adapter.model, request.stream
     record.n, record.temperature, record.top_p = params.n, params.temperature, params.top_p
-    max_tokens = params.max_tokens
-    serving.counts.on_parsed(params.n, None if max_tokens is UNSET else max_tokens)
+    record.max_tokens = None if params.max_tokens is UNSET else params.max_tokens
     return Generation(serving, tokenizer, adapter, slot, record, model)
 
 
@@ -400,18 +404,18 @@ class RequestRefused(RuntimeError):
         return f"{self.status}: {self.body['error']['message']}"
 
 
-async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[str, Any]:
+async def answer(serving: Serving, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
     """Return the whole answer to a call by handle; raises RequestRefused."""
-    async with _by_handle(serving, parse, body, is_stream=False) as generation:
+    async with _by_handle(serving, endpoint, body, is_stream=False) as generation:
         async with asyncio.timeout(generation.timeout_s):
             return dict(msgspec.json.decode(await generation.whole_answer()))
 
 
 async def stream(
-    serving: Serving, parse: Parse, body: dict[str, Any]
+    serving: Serving, endpoint: Endpoint, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a streamed answer's chunks; closing it aborts. Raises RequestRefused."""
-    async with _by_handle(serving, parse, body, is_stream=True) as generation:
+    async with _by_handle(serving, endpoint, body, is_stream=True) as generation:
         ends_at = asyncio.get_running_loop().time() + generation.timeout_s
         async with aclosing(generation.events()) as events:
             while True:
@@ -434,7 +438,7 @@ def refusing() -> Iterator[None]:
 
 @asynccontextmanager
 async def _by_handle(
-    serving: Serving, parse: Parse, body: dict[str, Any], *, is_stream: bool
+    serving: Serving, endpoint: Endpoint, body: dict[str, Any], *, is_stream: bool
 ) -> AsyncIterator[Generation]:
     """Hold a request's slot, and record it, as long as the block lasts; raises RequestRefused."""
     with refusing():
@@ -449,7 +453,7 @@ async def _by_handle(
             if len(text) > limit:
                 raise ApiError(413, f"body: wanted at most {limit} bytes, found {len(text)}")
             slot.hold(len(text))
-            generation = await parsed(serving, tokenizer, parse, text, slot, record)
+            generation = await parsed(serving, tokenizer, endpoint, text, slot, record)
             del text  # its bytes are no longer counted once the answer begins
             yield generation
         except Exception as error:

@@ -25,9 +25,9 @@ from serve.clients import CacheSalt
 from serve.config import ApiSettings
 from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
-from serve.openai.body import convert_object, join_path, parse
+from serve.openai.body import convert_object, join_path
 from serve.openai.chat import ConversationAdapter, new_call_id
-from serve.openai.generation import Generation, Serving
+from serve.openai.generation import Endpoint, Generation
 from serve.openai.schema import (
     LABELS,
     MAX_TOOLS,
@@ -40,6 +40,7 @@ from serve.openai.schema import (
     LogitBias,
     Message,
     NamedToolChoice,
+    RequestFields,
     ResponseFormat,
     TextPart,
     Tool,
@@ -219,6 +220,9 @@ _ITEMS: dict[str, type[_InputItem]] = {
 
 class ResponsesChat(ChatRequest, frozen=True, kw_only=True):
     """The chat that a request is equivalent to; errors name the request's own fields."""
+
+    def __post_init__(self) -> None:
+        RequestFields.__post_init__(self)  # messages are made of items, which were checked
 
     def spelling(self, param: str) -> str:
         own = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
@@ -464,7 +468,7 @@ class ResponsesAdapter(ConversationAdapter):
     ) -> None:
         chat = _chat_of(request)
         try:
-            super().__init__("resp", chat, chat.sampling_params(), settings, tokenizer)
+            super().__init__("resp", chat, settings, tokenizer)
         except FieldError as error:
             raise error.renamed(chat.spelling(error.field)) from error
         self._given = request
@@ -544,7 +548,4 @@ class ResponsesAdapter(ConversationAdapter):
         }
 
 
-def parse_responses(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ResponsesAdapter:
-    """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, ResponsesRequest, serving.settings.max_model_len)
-    return ResponsesAdapter(request, serving.settings, tokenizer)
+RESPONSES = Endpoint(ResponsesRequest, ResponsesAdapter)

@@ -459,8 +459,8 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
     include_reasoning: bool = True
     """Return what the model thought, where `reasoning_parser` divides it from the content."""
 
-    def check_turns(self) -> None:
-        """Refuse messages that are no turns of a conversation; raises FieldError."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for i, message in enumerate(self.messages):
             message.check(f"messages[{i}]")
         if self.add_generation_prompt and self.continue_final_message:

@@ -155,6 +155,8 @@ class RequestRecord:
     is_stream: bool = False
     n: int = 0
     """Choices of each prompt; 0 until it is parsed."""
+    max_tokens: int | None = None
+    """Of each choice, if it is given."""
     temperature: float = 0.0
     top_p: float = 0.0
     traceparent: str = ""
@@ -194,11 +196,6 @@ class IngressCounts:
     def on_response(self, path: str, status: int) -> None:
         self._counters["http_responses_total", path, str(status)] += 1
 
-    def on_parsed(self, n: int, max_tokens: int | None) -> None:
-        self._histograms["request_params_n"].observe(n)
-        if max_tokens is not None:
-            self._histograms["request_params_max_tokens"].observe(max_tokens)
-
     def on_tokens(self, request: RequestRecord, sequence: SequenceRecord, num_tokens: int) -> None:
         """Count what a sequence got since the last call; `num_tokens` are its tokens in all."""
         num_new = num_tokens - sequence.num_tokens
@@ -221,6 +218,10 @@ class IngressCounts:
 
     def on_end(self, request: RequestRecord, sequence: SequenceRecord, finish_reason: str) -> None:
         now = time.monotonic()
+        if sequence is request.sequences[0]:
+            self._histograms["request_params_n"].observe(request.n)
+            if request.max_tokens is not None:
+                self._histograms["request_params_max_tokens"].observe(request.max_tokens)
         sequence.finish_reason, sequence.ended_at = finish_reason, now
         self._counters["request_success_total", finish_reason] += 1
         for engine, why, _ in sequence.choices:

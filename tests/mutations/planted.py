@@ -884,7 +884,7 @@ MUTATIONS = (
     Mutation(
         "What a handle asks to complete is read as a conversation (R03).",
         "serve/ingress.py",
-        {"answer(self._core.serving, parse_completion": "answer(self._core.serving, parse_chat"},
+        {"answer(self._core.serving, COMPLETIONS": "answer(self._core.serving, CHAT"},
         (WIRED,),
     ),
     Mutation(

@@ -373,7 +373,7 @@ async def test_requests_that_run_keep_an_adapter_that_is_unloaded(
         assert application.finish()[0][1] == FIRST_LOADED_ID
         assert (await asking).status_code == 200
         await until(lambda: len(application.replicas[0].group.told) == 1)
-        assert not application.cores[1].serving.models.used_adapters
+        assert not application.cores[1].serving.admission.used_adapters
         asking = application.complete("sql")
         await until(lambda: application.submitted)
         assert application.finish()[0][1] == FIRST_LOADED_ID + 1
@@ -383,9 +383,9 @@ async def test_requests_that_run_keep_an_adapter_that_is_unloaded(
         assert (await application.ask("POST", "/v1/completions", body)).status_code == 400
         leaving = application.complete("sql")
         await until(lambda: application.submitted)
-        assert application.cores[0].serving.models.used_adapters == {FIRST_LOADED_ID + 1}
+        assert application.cores[0].serving.admission.used_adapters == {FIRST_LOADED_ID + 1}
         leaving.cancel()
-        await until(lambda: not application.cores[0].serving.models.used_adapters)
+        await until(lambda: not application.cores[0].serving.admission.used_adapters)
 
 
 @pytest.mark.feature("S10")

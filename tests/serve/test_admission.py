@@ -336,3 +336,15 @@ def test_a_place_that_was_taken_as_its_body_ended_holds_nothing() -> None:
     places[0].end_sequences()
     places[0].leave()
     assert ingress.admission.num_live == 1
+
+
+@pytest.mark.feature("S10")
+def test_an_adapter_is_used_until_the_last_request_that_has_it_leaves() -> None:
+    admitting = admission()
+    places = [admitting.enter(client) for client in (ONE, ONE, TWO)]
+    places[1].adapter_id = places[2].adapter_id = 7
+    assert admitting.used_adapters == {7}
+    places[1].leave()
+    assert admitting.used_adapters == {7}
+    places[2].leave()
+    assert not admitting.used_adapters

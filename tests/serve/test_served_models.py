@@ -43,18 +43,3 @@ def test_names_mean_what_the_newest_answer_of_the_board_says() -> None:
     assert models.find("sql") != created and models.revision == 6
     models.see(AdapterSet(7))
     assert meanings(models) == fixed
-
-
-@pytest.mark.feature("S10")
-def test_an_adapter_is_used_until_the_last_request_that_has_it_ends() -> None:
-    models = ServedModels(SETTINGS)
-    models.see(AdapterSet(1, (adapter("sql"),)))
-    sql = models.find("sql")
-    assert sql is not None
-    for each in (models.base, sql, sql):
-        models.hold(each)
-    models.see(AdapterSet(2))
-    models.let_go(sql)
-    assert models.used_adapters == {FIRST_LOADED_ID}
-    models.let_go(sql)
-    assert not models.used_adapters

@@ -17,7 +17,7 @@ from serve import event_loop
 from serve.admission import Admission, Overloaded
 from serve.clients import UNKNOWN
 from serve.openai import endpoint
-from serve.openai.completions import parse_completion
+from serve.openai.completions import COMPLETIONS
 from serve.openai.errors import MAX_MESSAGE_CHARS
 from serve.openai.generation import Serving
 from serve.pools.directory import NoLeader
@@ -446,8 +446,8 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
 ) -> None:
     async def ask() -> Any:
         if streamed:
-            return [c async for c in endpoint.stream(serving, parse_completion, body)]
-        return await endpoint.answer(serving, parse_completion, body)
+            return [c async for c in endpoint.stream(serving, COMPLETIONS, body)]
+        return await endpoint.answer(serving, COMPLETIONS, body)
 
     with pytest.raises(endpoint.RequestRefused, match=message) as caught:
         asyncio.run(ask())
@@ -456,6 +456,6 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
 
 def test_answers_to_handle_calls_have_the_keys_of_http(call: Any, serving: Serving) -> None:
     body = {"prompt": "the cat", "prompt_logprobs": 1, "temperature": 0}
-    found = asyncio.run(endpoint.answer(serving, parse_completion, body))
+    found = asyncio.run(endpoint.answer(serving, COMPLETIONS, body))
     answer = call("POST", TEXT, json=body).json()
     assert found["choices"] == answer["choices"]

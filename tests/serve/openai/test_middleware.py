@@ -19,7 +19,7 @@ from cluster.observe.logs import JsonFormatter
 from serve.observe.request_log import RequestLog
 from serve.openai import endpoint
 from serve.openai.app import build_app
-from serve.openai.completions import parse_completion
+from serve.openai.completions import COMPLETIONS
 from serve.openai.generation import Serving
 from serve.openai.middleware import MAX_ID_CHARS, MAX_TRACE_CHARS
 
@@ -158,7 +158,7 @@ def test_requests_that_fail_are_logged_too_and_reads_are_not(
 
 def test_calls_by_handle_are_logged_and_counted(serving: Serving, lines: Lines) -> None:
     body = {"prompt": SECRET, "max_tokens": 4}
-    answer = asyncio.run(endpoint.answer(serving, parse_completion, body))
+    answer = asyncio.run(endpoint.answer(serving, COMPLETIONS, body))
     told: dict[str, Any] = lines.next().fields  # type: ignore[attr-defined]
     assert told["path"] == "handle" and told["id"] == answer["id"] and told["status"] == 200
     assert serving.counts.counts()["request_success_total", "stop"] == 1

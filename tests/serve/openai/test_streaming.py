@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import httpx
@@ -18,6 +18,7 @@ from serve.event_loop import StreamBatcher
 from serve.openai.app import build_app
 from serve.openai.generation import BEGUN_AT_ONCE, Serving
 from serve.pools.mailbox import Mailbox
+from serve.requests.choice import GenerationError
 from serve.requests.records import SequenceRecord
 
 TEXT = "/v1/completions"
@@ -204,6 +205,55 @@ def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
     call("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
     assert len(threads) == 2
     assert {thread == threading.get_ident() for thread in threads} == {num_words == 5}
+
+
+async def endless(backend: Any, request: GenerateRequest) -> AsyncIterator[EngineOutput]:
+    """What a sequence writes that nothing ends, one token in each turn of the loop."""
+    while True:
+        yield backend._output(request, [40], is_last=False)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_its_sequence_while_others_go_on(
+    connect: Any, app: Any, backend: Any, tokenizer: Any, stream: bool
+) -> None:
+    async def play(request: GenerateRequest) -> AsyncIterator[EngineOutput]:
+        if request.request_id.endswith("-0"):
+            while backend.num_open < 2:
+                await asyncio.sleep(0)
+            yield backend._output(request, tokenizer.encode("the dog"), is_last=False)
+        async for output in endless(backend, request):
+            yield output
+
+    backend._play = play
+    body = {"prompt": ["a", "b"], "stop": "dog", "stream": stream, "max_tokens": 200}
+    answering = asyncio.create_task(connect(body)(app))
+    async with asyncio.timeout(60):
+        while not backend.closed_at:
+            await asyncio.sleep(0)
+    assert [backend.num_open, len(backend.closed_at)] == [1, 1]
+    answering.cancel()
+    await asyncio.wait([answering])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_of_one_sequence_ends_the_answer_while_others_go_on(
+    connect: Any, app: Any, backend: Any, stream: bool
+) -> None:
+    async def play(request: GenerateRequest) -> AsyncIterator[EngineOutput]:
+        if request.request_id.endswith("-0"):
+            yield backend._output(request, [41], is_last=False)
+            raise GenerationError("its engine is gone")
+        async for output in endless(backend, request):
+            yield output
+
+    backend._play = play
+    connection = connect({"prompt": ["a", "b"], "stream": stream, "max_tokens": 200})
+    async with asyncio.timeout(60):
+        await connection(app)
+    assert backend.num_open == 0
+    assert b"its engine is gone" in connection.body
 
 
 async def test_a_client_that_leaves_while_its_sequences_begin_leaves_none_even_if_cancelled_twice(
