@@ -43,7 +43,7 @@ MAX_LONG_WAITING = 16
 """Pieces of long work at once: one runs, the others wait; more get 429."""
 WORK_TIMEOUT_S = 30.0
 """How long work may wait and run in a thread; then its request gets 429."""
-RETRY_AFTER_S = 5.0
+WORK_RETRY_S = 5.0
 """The `Retry-After` of that 429."""
 NUM_SHORT_THREADS = 2
 FREE_STREAMS = 4
@@ -85,7 +85,7 @@ class WorkThreads:
             return await _run(self._short, work)
         if self._num_long >= MAX_LONG_WAITING:
             wanted = f"at most {MAX_LONG_WAITING} long requests being read or written"
-            raise Overloaded(RETRY_AFTER_S, f"wanted {wanted}, found one more")
+            raise Overloaded(WORK_RETRY_S, f"wanted {wanted}, found one more")
         self._num_long += 1
         try:
             return await _run(self._long, work)
@@ -106,7 +106,7 @@ async def _run(executor: ThreadPoolExecutor, work: Callable[[Check], T]) -> T:
             return await future
     except TimeoutError as error:
         message = f"wanted a request that is read in {WORK_TIMEOUT_S:g} s, found it unfinished"
-        raise Overloaded(RETRY_AFTER_S, message) from error
+        raise Overloaded(WORK_RETRY_S, message) from error
     finally:
         is_wanted = False
         # A future holds its error, whose traceback holds this frame, which holds the input: a cycle

@@ -202,7 +202,7 @@ class LLM:
         if adapter is not None and adapter not in self._adapters:
             known = ", ".join(self._adapters) or "none (lora_modules has none)"
             raise ValueError(f"lora_request: wanted {known}, found {adapter}")
-        lora = 0 if adapter is None else self._adapters.index(adapter) + 1
+        adapter_id = 0 if adapter is None else self._adapters.index(adapter) + 1
         content, salt = _content(prompt)
         cache_salt = self._salts.of(UNKNOWN, salt)
         if isinstance(content, str):
@@ -224,7 +224,7 @@ class LLM:
             Choice(
                 index,
                 GenerateRequest(
-                    f"{output.request_id}-{index}", ids, [], sampling, cache_salt, lora
+                    f"{output.request_id}-{index}", ids, [], sampling, cache_salt, adapter_id
                 ),
                 self.tokenizer,
                 params,

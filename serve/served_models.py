@@ -20,7 +20,7 @@ class ServedModel:
     name: str
     """What answers call it."""
     adapter_id: int = 0
-    """As in `GenerateRequest.lora`; 0: none."""
+    """As in `GenerateRequest.adapter_id`; 0: none."""
     created: int = 0
     """When this ingress heard of it, in seconds since 1970."""
 

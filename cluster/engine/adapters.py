@@ -54,25 +54,29 @@ class AdapterSlots:
         """Why wanted ones could not be read, with the rank, by their ids."""
         return self._errors.copy()
 
-    def place(self, lora: int) -> int | None:
+    def place(self, adapter_id: int) -> int | None:
         """Return what ranks are told of an adapter, one more than its slot, or 0 of none; None if
         it is not loaded here."""
-        if 0 <= lora <= self._num_static:
-            return lora
-        order = self._loaded.get(lora)
+        if 0 <= adapter_id <= self._num_static:
+            return adapter_id
+        order = self._loaded.get(adapter_id)
         return None if order is None else order.slot + 1
 
     def want(self, adapters: Iterable[LoraAdapter]) -> None:
         self._wanted = {adapter.id: adapter for adapter in adapters}
-        self._errors = {lora: self._errors[lora] for lora in self._errors if lora in self._wanted}
+        self._errors = {
+            adapter_id: self._errors[adapter_id]
+            for adapter_id in self._errors
+            if adapter_id in self._wanted
+        }
 
     def free_unused(self, is_used: Callable[[int], bool]) -> list[LoraAdapter]:
         """Free the slots of those that are not wanted any more; return them. `is_used` says whether
         a sequence has an adapter, or a step in flight computes one that had it."""
         freed = [
             order
-            for lora, order in self._loaded.items()
-            if lora not in self._wanted and not is_used(lora)
+            for adapter_id, order in self._loaded.items()
+            if adapter_id not in self._wanted and not is_used(adapter_id)
         ]
         for order in freed:
             del self._loaded[order.adapter.id]
@@ -120,7 +124,7 @@ class AdapterSlots:
         """Return the first that is wanted and has no slot, nor an error."""
         waiting = (
             adapter
-            for lora, adapter in self._wanted.items()
-            if lora not in self._loaded and lora not in self._errors
+            for adapter_id, adapter in self._wanted.items()
+            if adapter_id not in self._loaded and adapter_id not in self._errors
         )
         return next(waiting, None)

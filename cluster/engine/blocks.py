@@ -58,7 +58,9 @@ def block_digest(parent: bytes, token_ids: Tokens[int]) -> bytes:
 def prefix_root(request: GenerateRequest) -> bytes:
     """Return what goes before a request's tokens: its salt, and its adapter, by which the same
     tokens have other keys and values."""
-    return request.cache_salt + (request.lora.to_bytes(4, "little") if request.lora else b"")
+    return request.cache_salt + (
+        request.adapter_id.to_bytes(4, "little") if request.adapter_id else b""
+    )
 
 
 def prompt_prefixes(request: GenerateRequest, block_size: int, num_behind: int = 0) -> list[Prefix]:

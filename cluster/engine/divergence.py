@@ -76,6 +76,7 @@ class StepDigester:
             output_index=checksum(plan.output_index),
             token_ids=checksum(plan.token_ids),
             prompt_targets=checksum(plan.prompt_targets) if plan.prompt_targets else 0,
+            known_token_ids=checksum(plan.known_token_ids) if plan.known_token_ids else 0,
             row_state=self._row_state,
             drawn=self._drawn_states.popleft() if self._is_overlapped else 0,
         )

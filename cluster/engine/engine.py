@@ -5,7 +5,7 @@
 3. `channel.send(plan, agreed)` hands both to the followers, if there are any, with a digest that
    each compares with its own (`divergence.py`).
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
-   a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
+   a dummy batch. Before the first collective `lockstep.wait_for_peers()` waits until every rank has
    confirmed the same step; it rarely blocks, because building inputs takes longer. An agreement may
    name a stage that all ranks enter first (`cluster/engine/compile_switch.py`).
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
@@ -20,14 +20,15 @@ from typing import Any, Protocol
 
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import SampledTokens
 from cluster.engine.step_stats import StepStats
-from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
+from cluster.wire.messages import EngineOutput, StepAgreement, StepPlan, Submit, Vote
 
 
 class Lockstep(Protocol):
     def agree(self, vote: Vote) -> StepAgreement: ...
 
-    def confirm(self) -> None:
+    def wait_for_peers(self) -> None:
         """Wait until every rank is known to have agreed on the same; raise if one has not."""
 
 
@@ -49,15 +50,21 @@ class Runner(Protocol):
     def load_piece(self) -> None: ...
 
     def execute(
-        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+        self,
+        plan: StepPlan,
+        agreed: StepAgreement,
+        wait_for_peers: Callable[[], None] | None = None,
     ) -> SampledTokens: ...
 
     def launch(
-        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+        self,
+        plan: StepPlan,
+        agreed: StepAgreement,
+        wait_for_peers: Callable[[], None] | None = None,
     ) -> Any:
         """Enter the agreement's stage and run the batch, or a dummy one; return what to `wait` for.
-        `confirm` is called before the first collective. On a device that runs by itself the step
-        may still be under way at the return."""
+        `wait_for_peers` is called before the first collective. On a device that runs by itself the
+        step may still be under way at the return."""
 
     def wait(self, launched: Any) -> SampledTokens: ...
 
@@ -82,11 +89,11 @@ class Engine:
         plan = self.scheduler.schedule()
         agreed = self._agree(plan)
         if not agreed.has_work:
-            self.lockstep.confirm()
+            self.lockstep.wait_for_peers()
             return self.scheduler.take_outputs()
         if self.channel is not None:
             self.channel.send(plan, agreed)
-        sampled = self.runner.execute(plan, agreed, self.lockstep.confirm)
+        sampled = self.runner.execute(plan, agreed, self.lockstep.wait_for_peers)
         return self.scheduler.update(plan, sampled)
 
     def _agree(self, plan: StepPlan) -> StepAgreement:
@@ -152,11 +159,11 @@ class OverlappedEngine(Engine):
             return self._retire()
         agreed = self._agree(plan)
         if not agreed.has_work:
-            self.lockstep.confirm()
+            self.lockstep.wait_for_peers()
             return self._retire()
         if self.channel is not None:
             self.channel.send(plan, agreed)
-        launched = self.runner.launch(plan, agreed, self.lockstep.confirm)
+        launched = self.runner.launch(plan, agreed, self.lockstep.wait_for_peers)
         outputs = self._retire()
         self._in_flight = plan, launched
         return outputs

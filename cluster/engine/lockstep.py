@@ -78,7 +78,7 @@ class AloneLockstep:
     def agree(self, vote: Vote) -> StepAgreement:
         return agree((vote,), self._switch.captured)
 
-    def confirm(self) -> None: ...
+    def wait_for_peers(self) -> None: ...
 
 
 class VoteChannel(Protocol):
@@ -112,7 +112,7 @@ class JoinedLockstep:
         self._channel.send(encode(confirm))
         return confirm.agreed
 
-    def confirm(self) -> None:
+    def wait_for_peers(self) -> None:
         """Wait until every rank is known to have agreed on the same; call it once per agreement."""
         while missing := self._machine.missing_confirms:
             self._receive(missing)

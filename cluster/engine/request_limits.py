@@ -37,13 +37,13 @@ class RequestLimits:
             self._find_prompt_error(seq)
             or self._find_length_error(seq)
             or self._find_sampling_error(seq.request.sampling)
-            or self._find_adapter_error(seq.request.lora)
+            or self._find_adapter_error(seq.request.adapter_id)
         )
 
-    def _find_adapter_error(self, lora: int) -> str:
-        if self.adapters.place(lora) is not None:
+    def _find_adapter_error(self, adapter_id: int) -> str:
+        if self.adapters.place(adapter_id) is not None:
             return ""
-        return f"lora: wanted the id of an adapter that is loaded here, found {lora}"
+        return f"adapter_id: wanted the id of an adapter that is loaded here, found {adapter_id}"
 
     def _find_prompt_error(self, seq: Sequence) -> str:
         num_prompt = seq.num_prompt_tokens

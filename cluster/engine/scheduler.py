@@ -42,7 +42,7 @@ from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
-from cluster.engine.sequence import Batch, Sequence, SequenceStatus
+from cluster.engine.sequence import Batch, SampledTokens, Sequence, SequenceStatus
 from cluster.grammar.matcher import MaskedRow
 from cluster.observe.metrics import SchedulerStats
 from cluster.wire.messages import (
@@ -50,7 +50,6 @@ from cluster.wire.messages import (
     FinishReason,
     KVHandoff,
     NewBlocks,
-    SampledTokens,
     StepPlan,
     Submit,
     TokenLogprobs,
@@ -157,7 +156,7 @@ class Scheduler:
             self._refuse(seq, FinishReason.LENGTH)
         else:
             self._num_arrivals += 1
-            seq.adapter_place = self._limits.adapters.place(request.lora) or 0
+            seq.adapter_place = self._limits.adapters.place(request.adapter_id) or 0
             self._unfinished[seq.request_id] = seq
             seq.arrived_at = self._clock()
             if self._is_compiled(seq):
@@ -225,7 +224,7 @@ class Scheduler:
         batch = Batch(self._budget())
         if self._schedule_running(batch) and self._waiting:
             self._schedule_waiting(batch)
-        plan = batch.launch(self._epoch, self._step)
+        plan = batch.build_plan(self._epoch, self._step)
         if batch.sequences:
             self._in_flight[plan.step] = batch.sequences
             if batch.has_grammars:
@@ -307,11 +306,11 @@ class Scheduler:
         is_busy = self._unfinished or self._in_flight or self._outputs
         return bool(is_busy) or self._handover.has_any
 
-    def uses_adapter(self, lora: int) -> bool:
+    def uses_adapter(self, adapter_id: int) -> bool:
         """Return whether a sequence has an adapter: one that has not ended, one whose KV is held
         for another engine, or one that a step in flight computes although it has ended."""
         places = (self._unfinished.values(), self._handover.held, *self._in_flight.values())
-        return any(seq.request.lora == lora for seq in chain(*places))
+        return any(seq.request.adapter_id == adapter_id for seq in chain(*places))
 
     def stats(self) -> SchedulerStats:
         # Other threads ask too, and may come between two changes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,9 +89,9 @@ class Sequence:
     is_on_ranks: bool = False
     """Whether a plan has described its row to the ranks."""
     next_draft: list[int] = field(default_factory=list)
-    """What may come behind its last token, as far as the step that drew that told here."""
+    """Draft tokens behind its last token, as the step that drew that one returned them."""
     history: tuple[npt.NDArray[np.int32], int] | None = None
-    """Of its tokens, so many: what a drafter looks for drafts in."""
+    """A copy of its tokens as an array, and how many it has: the n-gram drafter searches it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """As far as they are computed and not delivered."""
     grammar: CompiledGrammar | None = None
@@ -188,7 +189,7 @@ class Batch:
             self.chunks.append(seq)
             self.chunk_sizes.append(num_new)
 
-    def launch(self, epoch: int, step: int) -> StepPlan:
+    def build_plan(self, epoch: int, step: int) -> StepPlan:
         """Return the plan, and note in each sequence what the step computes of it."""
         sequences = self.sequences = self.singles + self.drafting + self.chunks
         num_computed = [seq.num_computed_tokens for seq in sequences]
@@ -256,7 +257,7 @@ def _admission(seq: Sequence) -> RowAdmission:
         seed=sampling.seed,
         num_logprobs=sampling.num_logprobs,
         rules=_row_rules(seq),
-        lora=seq.adapter_place,
+        adapter_place=seq.adapter_place,
     )
 
 
@@ -277,3 +278,16 @@ def _prompt_targets(index: int, seq: Sequence, start: int, num_new: int) -> Prom
     end = min(start + num_new + 1, seq.num_prompt_tokens)
     wanted = seq.request.sampling.num_prompt_logprobs
     return PromptTargets(index, seq.token_ids[start + 1 : end], wanted)
+
+
+class SampledTokens(NamedTuple):
+    """The tokens that a step drew, in batch order: one per sequence with an output index, and if it
+    drafts one behind each of its tokens, drawn as if the draft before it were right.
+    `logprobs` is empty, or aligned with `token_ids` (None if not asked for); `prompt_logprobs` is
+    aligned with the plan's `prompt_targets`. `drafts` is empty, or has for each sequence with an
+    output index what may come behind the last of its tokens that holds."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[list[TokenLogprobs]]
+    drafts: list[list[int]]

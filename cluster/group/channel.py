@@ -208,9 +208,7 @@ class PeerSockets:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [link.socket for link in self._links.values()]
 
-    def open(
-        self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Callable[[str], None]
-    ) -> None:
+    def open(self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Waiting) -> None:
         """Go to the earlier ranks, greet all peers and check their answers."""
         going = {
             rank: ConnectLink(self._context, self._credentials, _leader(rank), address)

@@ -433,8 +433,8 @@ class StepForward:
     def draft(
         self, batch: StepBatch, agreed: StepAgreement, output: StepOutput, drawn: torch.Tensor
     ) -> torch.Tensor | None:
-        """Run the MTP layer behind a step, if there is one, on all ranks; return what it has each
-        sequence that drew say next: int64 [D, drafts], on rank 0, or None where nothing is drafted.
+        """Run the MTP layer behind a step, if there is one, on all ranks; return the draft tokens
+        of each sequence that drew, int64 [D, drafts] on rank 0, or None where nothing is drafted.
         drawn: int64 [N]"""
         if self.mtp is None:
             return None

@@ -290,7 +290,7 @@ class StepInputs:
         self._row_top_p[row] = max(admission.top_p, float(np.finfo(np.float32).tiny))
         self._row_min_p[row] = admission.min_p
         self._row_seed[row] = admission.seed
-        self._row_adapter[row] = admission.lora
+        self._row_adapter[row] = admission.adapter_place
         self._row_num_logprobs[row] = admission.num_logprobs
         self._rules.admit(admission)
         self._sampled = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cluster.engine.blocks import check_num_blocks
+from cluster.engine.sequence import SampledTokens
 from cluster.engine.step_stats import StepStats
 from cluster.group.context import Progress, RankContext
 from cluster.group.membership import GroupMembership
@@ -24,13 +25,7 @@ from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import MAX_SCORED_ROWS, StepForward, StepOutput
 from cluster.rank.free_memory import available_memory_bytes, bytes_per_token
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.wire.messages import (
-    PromptTargets,
-    SampledTokens,
-    StepAgreement,
-    StepPlan,
-    TokenLogprobs,
-)
+from cluster.wire.messages import PromptTargets, StepAgreement, StepPlan, TokenLogprobs
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError
@@ -175,13 +170,19 @@ class ModelRunner:
         self.forward.close()
 
     def execute(
-        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+        self,
+        plan: StepPlan,
+        agreed: StepAgreement,
+        wait_for_peers: Callable[[], None] | None = None,
     ) -> SampledTokens:
-        return self.wait(self.launch(plan, agreed, confirm))
+        return self.wait(self.launch(plan, agreed, wait_for_peers))
 
     @torch.inference_mode()
     def launch(
-        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+        self,
+        plan: StepPlan,
+        agreed: StepAgreement,
+        wait_for_peers: Callable[[], None] | None = None,
     ) -> LaunchedStep:
         """Run the plan's batch, or a dummy one; return what `wait` makes the sampled tokens of. The
         agreement fixes the forward's collectives on all ranks, the plan those that gather logits on
@@ -191,16 +192,16 @@ class ModelRunner:
         it scores a prompt."""
         if agreed.stage != self.switch.stage:
             self.step_stats.build(agreed.step, 0)
-            if confirm is not None:
-                confirm()
-                confirm = None
+            if wait_for_peers is not None:
+                wait_for_peers()
+                wait_for_peers = None
             self.step_stats.run(agreed.step)  # a graph that is captured may hold collectives
             self.forward.enter(agreed.stage)
         num_padding = get_dp_padding(agreed, self._dp_rank)
         self.step_stats.build(agreed.step, plan.num_tokens + num_padding)
         batch = self.build(plan, agreed)
-        if confirm is not None:
-            confirm()
+        if wait_for_peers is not None:
+            wait_for_peers()
         self.step_stats.begin(plan, agreed, num_padding)
         output = self.forward.run(batch, agreed, plan.num_seqs)
         prompt: list[list[TokenLogprobs]] = []

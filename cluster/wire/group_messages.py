@@ -47,6 +47,7 @@ class StepDigest(Wire, frozen=True):
     output_index: int
     token_ids: int
     prompt_targets: int
+    known_token_ids: int
     row_state: int
     """Of every admission and block of a row since the first step."""
     drawn: int

@@ -76,7 +76,7 @@ carries all sockets of the process."""
 NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-"""Ranks hold it as float32: one below that type's smallest normal number is taken as that."""
+"""Ranks hold it as float32, and raise what is smaller to that type's smallest normal number."""
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Repetition = Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
@@ -182,7 +182,7 @@ class GenerateRequest(GrowingWire, frozen=True):
     cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)]
     """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
     empty: shared by all that have none."""
-    lora: Index = 0
+    adapter_id: Index = 0
     """The id of its adapter; 0: none."""
 
 
@@ -310,7 +310,8 @@ class TokenLogprobs(GrowingWire, frozen=True):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request has ended, or a stage of it. No engine says the last one: the ingress does."""
+    """Why a request has ended, or a stage of it. Engines give all but `DIED`, which is the
+    ingress's own."""
 
     NONE = ""
     STOP = "stop"
@@ -412,7 +413,7 @@ class RowAdmission(Wire, frozen=True):
     seed: int
     num_logprobs: int
     rules: RowRules | None
-    lora: int
+    adapter_place: int
     """One more than the slot that its adapter has on the engine's ranks; 0: none."""
 
 
@@ -559,19 +560,6 @@ class StepPlan(Wire, frozen=True):
             stage=stage,
             can_advance=can_advance,
         )
-
-
-class SampledTokens(Wire, frozen=True):
-    """The tokens that a step drew, in batch order: one per sequence with an output index, and if it
-    drafts one behind each of its tokens, drawn as if the draft before it were right.
-    `logprobs` is empty, or aligned with `token_ids` (None if not asked for); `prompt_logprobs` is
-    aligned with the plan's `prompt_targets`. `drafts` is empty, or has for each sequence with an
-    output index what may come behind the last of its tokens that holds."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[list[TokenLogprobs]]
-    drafts: list[list[int]]
 
 
 # --- KV transfer ----------------------------------------------------------------------------

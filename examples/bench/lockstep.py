@@ -133,7 +133,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
             began = time.perf_counter()
             lockstep.agree(vote)
             agreed = time.perf_counter()
-            lockstep.confirm()
+            lockstep.wait_for_peers()
             times["agree"].append(agreed - began)
             times["agree and confirm"].append(time.perf_counter() - began)
         for _ in range(BLOCK):

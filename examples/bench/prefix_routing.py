@@ -47,13 +47,13 @@ from cluster.engine.blocks import BlockManager, prompt_prefixes  # noqa: E402
 from cluster.engine.prefix_index import PrefixFeed  # noqa: E402
 from cluster.engine.request_limits import RequestLimits  # noqa: E402
 from cluster.engine.scheduler import Scheduler  # noqa: E402
+from cluster.engine.sequence import SampledTokens  # noqa: E402
 from cluster.engine.step_stats import StepStats  # noqa: E402
 from cluster.group.context import RankPlace, RankStats  # noqa: E402
 from cluster.wire.credentials import Hashes  # noqa: E402
 from cluster.wire.messages import (  # noqa: E402
     GenerateRequest,
     Inbound,
-    SampledTokens,
     Sampling,
     Submit,
     decode,

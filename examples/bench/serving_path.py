@@ -43,7 +43,8 @@ from starlette.routing import Route
 from streams import Load, measure, memory_bytes
 
 from cluster.engine.compile_switch import CompileSwitch
-from cluster.wire.messages import SampledTokens, StepAgreement, StepPlan
+from cluster.engine.sequence import SampledTokens
+from cluster.wire.messages import StepAgreement, StepPlan
 
 BARE = "bare Starlette"
 OURS = "Lockstep"

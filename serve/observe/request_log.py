@@ -105,7 +105,7 @@ def line_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
             fields["tpot_s"] = round(decode_s / num_gaps, 6)
     fields["finish_reason"] = ",".join(sorted({each.finish_reason for each in sequences}))
     chosen: dict[str, str] = {}
-    for choice in (choice for each in sequences for choice in each.choices):
+    for choice in (choice for each in sequences for choice in each.engine_choices):
         chosen.setdefault(choice.engine, str(choice))
     fields["engines"] = ",".join([*chosen][:MAX_ENGINES])
     fields["why"] = ",".join([*chosen.values()][:MAX_ENGINES])

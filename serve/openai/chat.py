@@ -63,8 +63,8 @@ _MISTRAL_ID_CHARS = 9
 """The length that Mistral's templates want of an id."""
 
 
-class ConversationAdapter:
-    """What the adapters of chats and of responses have in common. A chat template writes the
+class ConversationRenderer:
+    """What the renderers of chats and of responses have in common. A chat template writes the
     prompt, and an answer has reasoning, content and calls."""
 
     num_prompts = 1
@@ -128,7 +128,7 @@ class ConversationAdapter:
         return self._tokenizer.decode(tail, skip_special_tokens=False)
 
 
-class ChatAdapter(ConversationAdapter):
+class ChatRenderer(ConversationRenderer):
     has_typed_events = False
 
     def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:
@@ -240,7 +240,7 @@ class ChatAdapter(ConversationAdapter):
         return choice.request.prompt_token_ids if self.request.return_token_ids else UNSET
 
 
-CHAT = Endpoint(ChatRequest, ChatAdapter)
+CHAT = Endpoint(ChatRequest, ChatRenderer)
 
 
 def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> int:

@@ -27,7 +27,7 @@ from serve.requests.choice import Choice, OutputDelta
 from serve.requests.tokenizer import Tokenizer, detokenizer
 
 
-class CompletionAdapter:
+class CompletionRenderer:
     """Reads and writes one completions request; each prompt has `n` choices in a row."""
 
     has_typed_events = False
@@ -156,4 +156,4 @@ class CompletionAdapter:
         )
 
 
-COMPLETIONS = Endpoint(CompletionRequest, CompletionAdapter)
+COMPLETIONS = Endpoint(CompletionRequest, CompletionRenderer)

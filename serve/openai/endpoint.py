@@ -2,13 +2,13 @@
 
 1. *Access*: the middleware has noted who asks (`middleware.py`).
 2. *Admit*: not ready yet, 503. It takes one slot, or gets 429; only then its body is read.
-3. *Parse*: the body is checked, and parsed into a `RequestAdapter`, off the event loop if it is
+3. *Parse*: the body is checked, and parsed into a `RequestRenderer`, off the event loop if it is
    long. The request takes a slot for each sequence that it asks for.
 4. *Prepare*: its prompts become token ids, and sampling is resolved against their length. A prompt
    that is too long gets 400, and so does an answer that could become too large.
 5. *Generate*: its sequences run (this and the previous one: `generation.py`).
-6. *Render*: the adapter turns what they produce into the structs that are sent as JSON, once at the
-   end or event by event.
+6. *Render*: what they produce becomes the structs that are sent as JSON, once at the end or event
+   by event.
 7. *Send*: nothing until the first event, or the whole answer, exists, so that an error before that
    still has its own HTTP status. A later error is an event, followed by [DONE] unless events have
    types; a whole answer that has begun is cut off.
@@ -46,7 +46,7 @@ from serve.admission import AdmissionSlot, Overloaded
 from serve.event_loop import Check
 from serve.openai.body import parse
 from serve.openai.errors import ApiError, as_api_error
-from serve.openai.generation import Endpoint, Generation, RequestAdapter, Serving
+from serve.openai.generation import Endpoint, Generation, RequestRenderer, Serving
 from serve.requests.records import RequestRecord
 from serve.requests.tokenizer import Tokenizer
 from serve.served_models import ServedModel
@@ -66,7 +66,7 @@ SEND_TIMEOUT_S = 30.0
 PIECE_BYTES = 256 * 1024
 """Bytes of a whole answer that a client has to read in that time."""
 DONE = b"data: [DONE]\n\n"
-HANDLE = "handle"
+HANDLE_ROUTE = "handle"
 """In place of a route."""
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -104,7 +104,7 @@ async def respond(serving: Serving, endpoint: Endpoint, request: Request) -> Res
     except BaseException:
         slot.leave()
         raise
-    is_stream = generation.adapter.request.stream
+    is_stream = generation.renderer.request.stream
     return EventStream(generation) if is_stream else WholeAnswer(generation)
 
 
@@ -239,21 +239,21 @@ async def parsed(
     FieldError if it cannot be answered; Overloaded if there is no room for all of them."""
     settings = serving.settings
 
-    def read(_: Check) -> RequestAdapter:
+    def read(_: Check) -> RequestRenderer:
         found = parse(body, endpoint.request, settings.max_model_len)
-        return endpoint.adapter(found, settings, tokenizer)
+        return endpoint.renderer(found, settings, tokenizer)
 
-    adapter = await serving.threads.run(len(body), read)
-    request, params = adapter.request, adapter.params
+    renderer = await serving.threads.run(len(body), read)
+    request, params = renderer.request, renderer.params
     model = require_model(serving, request.model)
     # No answer of the board comes between the two: what is offered and used is kept by all engines.
     slot.adapter_id = model.adapter_id
-    slot.grow(adapter.num_prompts * params.n)
-    adapter.model = model.name
-    record.id, record.model, record.is_stream = adapter.id, adapter.model, request.stream
+    slot.grow(renderer.num_prompts * params.n)
+    renderer.model = model.name
+    record.id, record.model, record.is_stream = renderer.id, renderer.model, request.stream
     record.n, record.temperature, record.top_p = params.n, params.temperature, params.top_p
     record.max_tokens = None if params.max_tokens is UNSET else params.max_tokens
-    return Generation(serving, tokenizer, adapter, slot, record, model)
+    return Generation(serving, tokenizer, renderer, slot, record, model)
 
 
 class ClientGone(Exception):
@@ -351,7 +351,7 @@ class EventStream(_Answer):
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation, "text/event-stream")
-        self._is_typed = generation.adapter.has_typed_events
+        self._is_typed = generation.renderer.has_typed_events
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"
 
@@ -444,7 +444,11 @@ async def _by_handle(
     with refusing():
         tokenizer = require_ready(serving)
         record = RequestRecord(
-            secrets.token_hex(16), HANDLE, is_generating=True, status=200, client=clients.HANDLE
+            secrets.token_hex(16),
+            HANDLE_ROUTE,
+            is_generating=True,
+            status=200,
+            client=clients.HANDLE,
         )
         slot = serving.admission.enter(record.client)
         try:

@@ -26,7 +26,7 @@ from serve.config import ApiSettings
 from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
 from serve.openai.body import convert_object, join_path
-from serve.openai.chat import ConversationAdapter, new_call_id
+from serve.openai.chat import ConversationRenderer, new_call_id
 from serve.openai.generation import Endpoint, Generation
 from serve.openai.schema import (
     LABELS,
@@ -460,7 +460,7 @@ class _Output:
         yield self.event("output_item.done", output_index=item.index, item=item.json())
 
 
-class ResponsesAdapter(ConversationAdapter):
+class ResponsesRenderer(ConversationRenderer):
     has_typed_events = True
 
     def __init__(
@@ -548,4 +548,4 @@ class ResponsesAdapter(ConversationAdapter):
         }
 
 
-RESPONSES = Endpoint(ResponsesRequest, ResponsesAdapter)
+RESPONSES = Endpoint(ResponsesRequest, ResponsesRenderer)

@@ -37,7 +37,7 @@ _FIELDS_OF_ROLES = {
 """Fields of a message that only one role has."""
 
 Inert = dict[str, tuple[Any, ...]]
-"""Of fields that are known and not built: the values that change nothing. Null always does not."""
+"""Of fields that are known but not built: the values that have no effect. Null never has one."""
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256), says("1 to 256 characters")]
 MAX_PATH_CHARS = 4096
 """Of an adapter's directory."""

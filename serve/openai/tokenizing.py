@@ -15,7 +15,7 @@ from model.fields import Source, convert
 from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
 from serve.openai.body import parse, parse_fields
-from serve.openai.chat import ChatAdapter
+from serve.openai.chat import ChatRenderer
 from serve.openai.endpoint import admitted, require_model
 from serve.openai.generation import Serving
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool, check_num_chars
@@ -100,8 +100,8 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
     require_model(serving, request.model)
     try:
         if request.messages is not None:
-            adapter = ChatAdapter(request.chat(request.messages), serving.settings, tokenizer)
-            [token_ids] = adapter.encode(limit, check)
+            renderer = ChatRenderer(request.chat(request.messages), serving.settings, tokenizer)
+            [token_ids] = renderer.encode(limit, check)
         else:
             text, has_special = request.prompt or "", request.add_special_tokens is not False
             check_num_chars("prompt", len(text), serving.settings, tokenizer)

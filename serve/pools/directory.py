@@ -53,14 +53,14 @@ T = TypeVar("T")
 log = logging.getLogger("lockstep.directory")
 
 REPORT_AGE = 3
-"""What happens now may be missing in so many reports of a leader that are yet to come: what it says
-four times a second takes up to three quarters of a second to an ingress."""
+"""So many reports of a leader that are yet to come may be older than what happens now: they come
+four times a second, and take up to three quarters of a second."""
 MAX_EXPECTED = 1024
 """Blocks of a prompt that are expected to be cached before a report says so: a longer one would
 hold up the event loop for milliseconds."""
 MAX_SETTLING = 1024
 """Requests of a leader that may be in no report yet."""
-IDLE_REPORTS = 40
+STALE_REPORTS = 40
 """So many reports after it last had something to do, ten seconds, what a leader measured is old."""
 MAX_UNMEASURED = 100
 """Prompts that may be computed where they decode between two transfers that are measured."""
@@ -277,7 +277,7 @@ class ConnectedLeader:
             used_blocks=load.num_blocks - max(0, num_free),
             # Those of a leader that was not asked for its load yet are unknown.
             missing_blocks=num_missing if load.num_blocks else 0,
-            is_old=self._num_reports - self._busy_until > IDLE_REPORTS,
+            is_old=self._num_reports - self._busy_until > STALE_REPORTS,
         )
 
     def _num_uncached(self, stage: Stage) -> int:
@@ -494,7 +494,7 @@ class Directory:
         is one, or of the decode pool if that may compute the prompt. It has the request's adapter.
         NoLeader if none could take it in time. Requests that wait go in the order in which they
         came."""
-        adapter_id = stage.request.lora
+        adapter_id = stage.request.adapter_id
         return await self._wait_for(pool, adapter_id, lambda: self._choice(pool, stage))
 
     async def wait(self, adapter_id: int = 0) -> None:
@@ -531,7 +531,7 @@ class Directory:
         await self._changed.wait()
 
     def _choice(self, pool: str, stage: Stage) -> ChosenLeader | None:
-        leaders = self._able(pool, stage.request.lora)
+        leaders = self._able(pool, stage.request.adapter_id)
         if chosen := self._on_decode(pool, leaders, stage):
             return chosen
         readers = [each for each in leaders if each.can_read(stage)]
@@ -565,7 +565,7 @@ class Directory:
         """Return the decode leader that is to compute a prompt, if one is."""
         if pool != "prefill" or not self._max_on_decode:
             return None
-        leaders, num_beside = self._able("decode", stage.request.lora), Counter[str]()
+        leaders, num_beside = self._able("decode", stage.request.adapter_id), Counter[str]()
         for leader in leaders:
             num_beside[leader.report.replica_id] += leader.num_requests
         offers = [
@@ -616,9 +616,8 @@ class Directory:
             leader.close()
 
     def _able(self, pool: str, adapter_id: int = 0) -> list[ConnectedLeader]:
-        """Return who may take a request with an adapter: those that drain where no other will be
-        there any more, for what reaches the ingress of a configuration before it is replaced,
-        too."""
+        """Return who may take a request with an adapter. Once all pools of a new deployment have
+        engines, those of this one that drain still take what its ingress is sent."""
         found = self._ready(pool)
         if not found and self._have_others():
             found = self._in_state(pool, "draining")

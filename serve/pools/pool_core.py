@@ -29,7 +29,7 @@ STUCK_AFTER_S = 3.0
 """A group whose ranks have not all answered for so long is reported as stuck."""
 WITH_INBOXES = ("ready", "draining", "stopping")
 """States in which ingresses hear of leaders: in the last one that they are to give them up."""
-IDLE_REPORTS = 4
+EMPTY_REPORTS = 4
 """Reports in a row without work after which a draining replica is empty: by then every ingress has
 heard of it (`POLL_PERIOD_S` of `ingress_core.py`), and a request between two pools has arrived."""
 REPORT_PERIOD_S = 0.25
@@ -51,9 +51,9 @@ class PoolShell(Protocol):
 
 
 class PoolCore:
-    """A rank group and its states. Invariants: a state's note (`note_failure`, `note_recovery`) is
-    kept before the next one's, and that of a failure before it is entered, since Serve then starts
-    another replica, which reads it. `draining` and then `stopping` are the last states."""
+    """A rank group and its states. Invariants: notes (`note_failure`, `note_recovery`) are kept in
+    the order of the states, and that of a failure before the state becomes `failed`: Serve then
+    starts a replacement, which reads it. `draining` and then `stopping` are the last states."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PoolCore:
             return
         self._enter("draining")
         num_idle = 0
-        while num_idle < IDLE_REPORTS and self.state == "draining":
+        while num_idle < EMPTY_REPORTS and self.state == "draining":
             await asyncio.sleep(REPORT_PERIOD_S)
             try:
                 found = await self.group.report()

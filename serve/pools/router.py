@@ -87,7 +87,7 @@ class Router:
                 request_id=f"{request.request_id}.{number}",
                 output_token_ids=list(outputs),
             )
-            async with self._turn(history, request.lora):
+            async with self._turn(history, request.adapter_id):
                 record.on_attempt()
                 async with aclosing(self._attempt(attempt, prefixes, record)) as attempt_outputs:
                     async for output in attempt_outputs:
@@ -112,8 +112,8 @@ class Router:
 
     @asynccontextmanager
     async def _turn(self, history: CrashHistory, adapter_id: int) -> AsyncIterator[None]:
-        """Wait until an attempt may begin. A suspect waits for leaders outside of its trial, even
-        those that go while it waits for its turn: others would wait as long, one by one."""
+        """Wait until an attempt may begin. A suspect never waits for leaders while its trial lasts,
+        even if they disappear while it queues for that: all suspects behind it would wait too."""
         while True:
             if history.is_suspect:
                 await self._directory.wait(adapter_id)

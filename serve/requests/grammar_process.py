@@ -47,7 +47,7 @@ STACK_BYTES = 1 << 20
 NICENESS = 10
 START_S = 120.0
 """For a process to load its vocabulary."""
-RETRY_AFTER_S = 5.0
+GRAMMAR_RETRY_S = 5.0
 """What a client is told to wait whose grammar was not compiled, though nothing is wrong with it."""
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
 """By which a child ends that has too little stack or memory."""
@@ -56,7 +56,7 @@ FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
 class GrammarProcessLost(Exception):
     """A grammar was not compiled, for a reason that is not in it."""
 
-    def __init__(self, why: str, retry_after_s: float = RETRY_AFTER_S) -> None:
+    def __init__(self, why: str, retry_after_s: float = GRAMMAR_RETRY_S) -> None:
         super().__init__(f"a grammar was not compiled: {why}")
         self.retry_after_s = retry_after_s
 

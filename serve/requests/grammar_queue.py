@@ -27,8 +27,8 @@ from typing import Any
 from serve.admission import Overloaded
 from serve.clients import Client
 from serve.requests.grammar_process import (
+    GRAMMAR_RETRY_S,
     MAX_CPU_S,
-    RETRY_AFTER_S,
     GrammarProcess,
     GrammarProcessLost,
     Tried,
@@ -201,7 +201,7 @@ class GrammarQueue:
         except TimeoutError as error:
             limit = f"wanted a grammar that is compiled in {MAX_GRAMMAR_WAIT_S:g} s"
             message = f"{limit}, found others before it"
-            raise Overloaded(RETRY_AFTER_S, message) from error
+            raise Overloaded(GRAMMAR_RETRY_S, message) from error
         finally:
             job.num_waiting -= 1
             if not job.num_waiting and self._turns.remove(job):
@@ -229,7 +229,7 @@ class GrammarQueue:
         if dropped is not None:
             del self._jobs[key_of(dropped.wanted)]
             limit = f"wanted at most {MAX_GRAMMARS_WAITING} grammars being compiled, found more"
-            _answer(dropped, Overloaded(RETRY_AFTER_S, limit))
+            _answer(dropped, Overloaded(GRAMMAR_RETRY_S, limit))
 
     def _go_on(self) -> None:
         while (job := self._turns.take(self._clock())) is not None:
@@ -292,7 +292,7 @@ class GrammarQueue:
     def _note_lost(self, key: bytes, now: float) -> None:
         num_times = self._lost.pop(key, (0, 0.0))[0] + 1
         num_late = max(0, num_times - MAX_TIMES_LOST)
-        wait_s = min(RETRY_AFTER_S * 2**num_late, MAX_LOST_WAIT_S)
+        wait_s = min(GRAMMAR_RETRY_S * 2**num_late, MAX_LOST_WAIT_S)
         self._lost[key] = (num_times, now + (wait_s if num_times >= MAX_TIMES_LOST else 0.0))
         if len(self._lost) > MAX_REMEMBERED:
             self._lost.popitem(last=False)

@@ -53,14 +53,14 @@ class Attempt:
     lost_at: float = 0.0
     lost: str = ""
     """How it was lost, if it was."""
-    choices: list[EngineChoice] = field(default_factory=list)
+    engine_choices: list[EngineChoice] = field(default_factory=list)
     """In their order."""
     num_moves: int = 0
     """How often it left an engine that drained."""
 
     @property
     def engines(self) -> list[str]:
-        return [choice.engine for choice in self.choices]
+        return [choice.engine for choice in self.engine_choices]
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ class SequenceRecord:
         return self.last_at - self.first_at
 
     @property
-    def choices(self) -> list[EngineChoice]:
-        return [choice for each in self.attempts for choice in each.choices]
+    def engine_choices(self) -> list[EngineChoice]:
+        return [choice for each in self.attempts for choice in each.engine_choices]
 
     @property
     def num_moves(self) -> int:
@@ -129,7 +129,7 @@ class SequenceRecord:
         self.attempts[-1].handed_over_at = time.monotonic()
 
     def on_choice(self, engine: str, why: Why, num_cached_tokens: int) -> None:
-        self.attempts[-1].choices.append(EngineChoice(engine, why, num_cached_tokens))
+        self.attempts[-1].engine_choices.append(EngineChoice(engine, why, num_cached_tokens))
 
     def on_move(self) -> None:
         self.attempts[-1].num_moves += 1
@@ -224,7 +224,7 @@ class IngressCounts:
                 self._histograms["request_params_max_tokens"].observe(request.max_tokens)
         sequence.finish_reason, sequence.ended_at = finish_reason, now
         self._counters["request_success_total", finish_reason] += 1
-        for engine, why, _ in sequence.choices:
+        for engine, why, _ in sequence.engine_choices:
             self._counters["choices_total", engine.partition("/")[0], why.value] += 1
         self._counters["moves_total",] += sequence.num_moves
         self._histograms["e2e_request_latency_seconds"].observe(now - request.arrived_at)

@@ -784,7 +784,7 @@ MUTATIONS = (
     Mutation(
         "A replica that drains does not wait for what runs there.",
         "serve/pools/pool_core.py",
-        {"IDLE_REPORTS = 4\n": "IDLE_REPORTS = 0\n"},
+        {"EMPTY_REPORTS = 4\n": "EMPTY_REPORTS = 0\n"},
         (SIMULATED,),
     ),
     Mutation(

@@ -258,7 +258,7 @@ class Application:
         for leader, submit in found:
             ended = EngineOutput.ended(submit.request.request_id, FinishReason.LENGTH, position=0)
             leader.deliver(msgspec.structs.replace(ended, token_ids=[72]))
-        return [(leader.report.replica_id, submit.request.lora) for leader, submit in found]
+        return [(leader.report.replica_id, submit.request.adapter_id) for leader, submit in found]
 
 
 async def until(is_over: Callable[[], object]) -> None:

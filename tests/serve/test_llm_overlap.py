@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from cluster.engine.engine import OverlappedEngine
+from cluster.engine.sequence import SampledTokens
 from cluster.rank.runner import LaunchedStep, ModelRunner
-from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan
+from cluster.wire.messages import PENDING, StepAgreement, StepPlan
 from serve.llm import LLM, RequestOutput, SamplingParams
 
 SIZES: dict[str, Any] = {

@@ -25,6 +25,7 @@ from cluster.engine import sequence
 from cluster.engine.engine import OverlappedEngine
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import SampledTokens
 from cluster.engine.watchdog import Phase
 from cluster.kv.handoff import GroupHolder, GroupReader, KVHolder
 from cluster.kv.reads import KVPulls
@@ -40,7 +41,6 @@ from cluster.wire.messages import (
     KVAnswer,
     KVSource,
     Leave,
-    SampledTokens,
     StepAgreement,
     StepKind,
     StepPlan,

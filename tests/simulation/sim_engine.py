@@ -25,7 +25,7 @@ from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import SampledTokens, Sequence
 from cluster.kv.handoff import HandoffMetadata, KVHolder
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
@@ -35,7 +35,6 @@ from cluster.wire.messages import (
     KVHandoff,
     KVSource,
     RankProcess,
-    SampledTokens,
     Sampling,
     StepPlan,
     Submit,

@@ -34,6 +34,7 @@ from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachi
 from cluster.engine.prefix_index import PrefixFeed
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import SampledTokens
 from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
 from cluster.kv.handoff import GroupHolder, GroupReader
@@ -42,7 +43,7 @@ from cluster.rank.adapters import GroupAdapters
 from cluster.rank.follower import FollowerLoop
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
-from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan
+from cluster.wire.messages import EngineOutput, StepAgreement, StepPlan
 
 if TYPE_CHECKING:
     from sim_group import SimGroup

@@ -83,7 +83,7 @@ from cluster.wire.messages import (
     StepAgreement,
 )
 from serve.pools.directory import Directory, NoLeader
-from serve.pools.pool_core import IDLE_REPORTS, REPORT_PERIOD_S, PoolCore
+from serve.pools.pool_core import EMPTY_REPORTS, REPORT_PERIOD_S, PoolCore
 from serve.pools.quarantine import SHARED_DEATHS, FairLock
 from serve.pools.router import GOES_ON, Router
 from serve.pools.router import LOST as LOST_ENDS
@@ -101,7 +101,7 @@ REST_S = 12.0
 MAX_PAUSE_S = 1.0
 LEAVE_S = 0.5
 """Until what was told to leave has: a frame and two steps."""
-EMPTY_S = (IDLE_REPORTS + 2) * (REPORT_PERIOD_S + 0.02)
+EMPTY_S = (EMPTY_REPORTS + 2) * (REPORT_PERIOD_S + 0.02)
 """Until an empty replica knows that it is."""
 ABORT_S = 0.01
 """Until engines are told that a client has left."""

@@ -168,17 +168,17 @@ def test_what_was_not_asked_for_is_refused_by_name() -> None:
 
 def request_of(name: str, n: int, **fields: Any) -> Any:
     """Return a request that has the adapter of id 1, with which fake engines start."""
-    return msgspec.structs.replace(sim.make_request(name, list(range(n)), **fields), lora=1)
+    return msgspec.structs.replace(sim.make_request(name, list(range(n)), **fields), adapter_id=1)
 
 
 @pytest.mark.feature("S10")
 def test_an_adapter_that_is_not_loaded_here_is_refused_by_its_id() -> None:
     engine = sim.FakeEngine(sim.Shape())
-    request = msgspec.structs.replace(request_of("r", 3), lora=FIRST_LOADED_ID)
+    request = msgspec.structs.replace(request_of("r", 3), adapter_id=FIRST_LOADED_ID)
     engine.submit(request)
     [output] = engine.step()
     wanted = "the id of an adapter that is loaded here"
-    assert output.error == f"lora: wanted {wanted}, found {FIRST_LOADED_ID}"
+    assert output.error == f"adapter_id: wanted {wanted}, found {FIRST_LOADED_ID}"
     assert not engine.scheduler.uses_adapter(FIRST_LOADED_ID)
 
 
@@ -215,7 +215,7 @@ def test_a_sequence_that_is_handed_over_has_its_adapter_on_both_sides() -> None:
     [output] = pair.prefill.step()
     assert output.finish_reason == "handoff" and prefill.uses_adapter(1)
     going_on = sim.make_request("r", request.prompt_token_ids, output=output.token_ids)
-    pair.decode.submit(msgspec.structs.replace(going_on, lora=1), output.handoff)
+    pair.decode.submit(msgspec.structs.replace(going_on, adapter_id=1), output.handoff)
     assert decode.uses_adapter(1)
     pair.decode.step()
     assert decode.stats().num_waiting_for_kv == 1 and decode.uses_adapter(1)

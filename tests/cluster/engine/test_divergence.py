@@ -64,25 +64,32 @@ def test_who_drew_something_else_is_found_two_steps_later() -> None:
         check_digest("rank dp=0 tp=1", wanted, found)
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"epoch": 2}, "epoch"),
-        ({"step": 5}, "step"),
-        ({"rows": [0, 1]}, "rows"),
-        ({"rows": [0], "num_seqs": 1}, "num_seqs"),
-        ({"num_computed": [11, 7]}, "num_computed"),
-        ({"num_new": [2, 1]}, "num_new"),
-        ({"output_index": [3, 0]}, "output_index"),
-        ({"token_ids": [7, 8, 8]}, "token_ids"),
-        ({"token_ids": [7, 8], "num_tokens": 2}, "num_tokens"),
-        ({"num_decodes": 0}, "num_decodes"),
-        ({"prompt_targets": [PromptTargets(0, [7], 0)]}, "prompt_targets"),
-        ({"new_blocks": [NewBlocks(2, 1, [2])]}, "row_state"),
-        ({"new_blocks": []}, "row_state"),
-        ({"admitted": [admission_of(0, seed=5, temperature=0.5)]}, "row_state"),
-    ],
-)
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"epoch": 2}, "epoch"),
+    ({"step": 5}, "step"),
+    ({"rows": [0, 1]}, "rows"),
+    ({"rows": [0], "num_seqs": 1}, "num_seqs"),
+    ({"num_computed": [11, 7]}, "num_computed"),
+    ({"num_new": [2, 1]}, "num_new"),
+    ({"output_index": [3, 0]}, "output_index"),
+    ({"token_ids": [7, 8, 8]}, "token_ids"),
+    ({"token_ids": [7, 8], "num_tokens": 2}, "num_tokens"),
+    ({"num_decodes": 0}, "num_decodes"),
+    ({"num_drafting": 1}, "num_drafting"),
+    ({"prompt_targets": [PromptTargets(0, [7], 0)]}, "prompt_targets"),
+    ({"known_token_ids": [5]}, "known_token_ids"),
+    ({"new_blocks": [NewBlocks(2, 1, [2])]}, "row_state"),
+    ({"new_blocks": []}, "row_state"),
+    ({"admitted": [admission_of(0, seed=5, temperature=0.5)]}, "row_state"),
+]
+
+
+def test_each_field_of_a_plan_is_altered_here() -> None:
+    altered = {name for change, _ in CHANGES for name in change}
+    assert altered == {*StepPlan.__struct_fields__}
+
+
+@pytest.mark.parametrize(("change", "field"), CHANGES)
 def test_an_altered_plan_is_named_by_its_field(change: dict[str, Any], field: str) -> None:
     last = PLANS[-1]
     altered = msgspec.structs.replace(last, **change)

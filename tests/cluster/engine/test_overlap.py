@@ -14,8 +14,9 @@ from cluster.config import Role
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.engine import Engine, OverlappedEngine
 from cluster.engine.lockstep import AloneLockstep
+from cluster.engine.sequence import SampledTokens
 from cluster.kv.handoff import HandoffMetadata, KVHolder
-from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan, Submit, Vote
+from cluster.wire.messages import PENDING, StepAgreement, StepPlan, Submit, Vote
 
 
 class Device:
@@ -132,7 +133,7 @@ class Draining:
         is_last = vote.step == self._last_step
         return self._alone.agree(msgspec.structs.replace(vote, draining=is_last))
 
-    def confirm(self) -> None:
+    def wait_for_peers(self) -> None:
         """All are of one mind."""
 
 

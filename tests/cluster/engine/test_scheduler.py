@@ -13,8 +13,8 @@ from cluster.engine.scheduler import (
     MIN_PROMPT_TOKENS,
     MIN_TOKENS_PER_DECODE,
 )
-from cluster.engine.sequence import Sequence
-from cluster.wire.messages import SampledTokens, TokenLogprobs
+from cluster.engine.sequence import SampledTokens, Sequence
+from cluster.wire.messages import TokenLogprobs
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
 

@@ -54,7 +54,7 @@ class Request:
     def message(self, i: int) -> GenerateRequest:
         request = request_of(str(i), self.prompt, max_tokens=self.max_tokens, **self.sampling)
         lora = self.lora + self.is_lora_loaded * FIRST_LOADED_ID
-        return msgspec.structs.replace(request, lora=lora)
+        return msgspec.structs.replace(request, adapter_id=lora)
 
 
 @dataclass

@@ -48,7 +48,7 @@ def rules_of(**fields: Any) -> LogitRules:
 
 def admission_of(row: int, **fields: Any) -> RowAdmission:
     """Return what lets a greedy sequence into a row, with these fields changed."""
-    return RowAdmission(row=row, **{**DRAWN, "rules": None, "lora": 0, **fields})
+    return RowAdmission(row=row, **{**DRAWN, "rules": None, "adapter_place": 0, **fields})
 
 
 def hello_of(tp_rank: int = 1, **fields: Any) -> FollowerHello:

@@ -67,7 +67,7 @@ class Asked:
         name = str(len(self._outputs))
         self._outputs[name] = []
         request = request_of(name, PROMPT, max_tokens=num_tokens)
-        send(encode(Submit(msgspec.structs.replace(request, lora=lora), None)))
+        send(encode(Submit(msgspec.structs.replace(request, adapter_id=lora), None)))
         return name
 
     def wait_for(self, name: str, num_tokens: int = 0) -> list[EngineOutput]:
@@ -157,7 +157,7 @@ def test_adapters_take_turns_in_a_slot_while_others_are_served(
     asked.check(plain, 0)
     asked.check(static, 1)
     [refusal] = asked.wait_for(gone)
-    wanted = "lora: wanted the id of an adapter that is loaded here"
+    wanted = "adapter_id: wanted the id of an adapter that is loaded here"
     assert refusal.error == f"{wanted}, found {first.id}"
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
@@ -186,7 +186,9 @@ def test_what_cannot_be_read_is_told_and_another_try_is_one_that_is_asked_for(
     ):
         assert error_of(leader, adapter).startswith(error)
     refused = asked.ask(running.send, changed.id)
-    assert asked.wait_for(refused)[0].error.startswith("lora: wanted the id of an adapter that is")
+    assert asked.wait_for(refused)[0].error.startswith(
+        "adapter_id: wanted the id of an adapter that is"
+    )
     mended = msgspec.structs.replace(changed, fingerprint=plain.fingerprint)
     leader.set_adapters([mended, plain])
     loaded_by(leader, {plain.id})
@@ -357,7 +359,7 @@ def test_a_sequence_finds_its_adapter_in_another_slot_of_the_engine_that_goes_on
     decode.leader.set_adapters([second])
     loaded_by(prefill.leader, {first.id, second.id})
     loaded_by(decode.leader, {second.id})
-    request = msgspec.structs.replace(request_of("r", PROMPT, max_tokens=20), lora=second.id)
+    request = msgspec.structs.replace(request_of("r", PROMPT, max_tokens=20), adapter_id=second.id)
     prefill.send(encode(Submit(request, None)))
     [begun] = wait_for(lambda: prefill.ingress.receive(0.1), LIMIT_S)
     assert begun.handoff is not None and len(begun.token_ids) == 1

@@ -195,8 +195,8 @@ class Votes:
         self.cast.append(vote)
         return self._alone.agree(vote)
 
-    def confirm(self) -> None:
-        self._alone.confirm()
+    def wait_for_peers(self) -> None:
+        self._alone.wait_for_peers()
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
     channel = ScriptedChannel(phases, [encode(vote(1, 1)), encode(peer.conclude())])
     lockstep = JoinedLockstep(machine_of(0), channel, phases)
     lockstep.agree(vote(1, 0))
-    lockstep.confirm()
+    lockstep.wait_for_peers()
     assert channel.phases == [Phase.AGREEING, Phase.BUILDING]
 
 
@@ -104,7 +104,7 @@ def test_leaders_agree_over_sockets(size: int) -> None:
         found = []
         for number in range(1, 51):
             found.append(lockstep.agree(vote(number, rank)))
-            lockstep.confirm()
+            lockstep.wait_for_peers()
         return found
 
     with join_all(size) as joined, ThreadPoolExecutor(size) as threads:

@@ -226,7 +226,7 @@ def test_a_frame_that_is_not_exactly_one_struct_is_refused(
 
 def test_a_request_of_the_release_before_has_no_adapter() -> None:
     request = submit_of("r", [1]).request
-    *before, lora = raw(encode(msgspec.structs.replace(request, lora=3)))
+    *before, lora = raw(encode(msgspec.structs.replace(request, adapter_id=3)))
     assert lora == 3
     assert decode(encode(before), type(request)) == request
 

@@ -24,7 +24,7 @@ from cluster.wire.messages import (
 )
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import IDLE_REPORTS, NoLeader, Stage
+from serve.pools.directory import STALE_REPORTS, NoLeader, Stage
 from serve.pools.mailbox import Mailbox
 
 
@@ -120,7 +120,7 @@ async def test_a_request_goes_to_leaders_that_have_its_adapter() -> None:
     directory = connections.directory
 
     def stage(lora: int) -> Stage:
-        request = msgspec.structs.replace(request_of(), lora=lora)
+        request = msgspec.structs.replace(request_of(), adapter_id=lora)
         return Stage(request, None, 16)
 
     async def taken(lora: int) -> str:
@@ -166,7 +166,7 @@ async def test_a_leader_that_was_slow_is_tried_again_once_it_has_long_been_idle(
         found = [await connections.directory.choose("mixed", stage) for stage in stages]
         return {each.leader.report.replica_id for each in found}
 
-    for _ in range(IDLE_REPORTS + 1):
+    for _ in range(STALE_REPORTS + 1):
         connections.see(slow, fast)
         assert await taken() == {"fast"}
     connections.see(slow, fast)

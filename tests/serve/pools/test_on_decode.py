@@ -62,7 +62,7 @@ class Application:
         prompt = [len(self.records)] * num_tokens
         async with aclosing(self.router.generate(request_of("r", prompt), record)) as outputs:
             assert [output async for output in outputs][-1].finish_reason == "length"
-        return [choice.engine.split("/")[0] for choice in record.choices]
+        return [choice.engine.split("/")[0] for choice in record.engine_choices]
 
     def busy(self, num_running: int) -> None:
         """Let the decode leader run so many sequences of others."""
@@ -139,11 +139,11 @@ async def test_every_stage_of_a_request_is_where_its_adapter_is() -> None:
 
     async def engines(lora: int) -> list[str]:
         record = SequenceRecord()
-        request = msgspec.structs.replace(request_of("r", [1] * SHORT), lora=lora)
+        request = msgspec.structs.replace(request_of("r", [1] * SHORT), adapter_id=lora)
         async with aclosing(application.router.generate(request, record)) as outputs:
             async for _ in outputs:
                 pass
-        return [choice.engine for choice in record.choices]
+        return [choice.engine for choice in record.engine_choices]
 
     assert await engines(adapter_id) == ["prefill/a/0", "decode/b/0"]  # which measures a transfer
     for _ in range(4):

@@ -18,7 +18,7 @@ from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
 from serve.config import deploy_config
 from serve.pools import pool_core
 from serve.pools.chooser import Routing
-from serve.pools.pool_core import IDLE_REPORTS, PoolCore
+from serve.pools.pool_core import EMPTY_REPORTS, PoolCore
 
 ENDED = "rank dp=0 tp=0 epoch=0 ended"
 VERDICT = "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"
@@ -263,7 +263,14 @@ async def test_a_replica_that_drains_stops_once_nothing_has_run_there_for_a_whil
     monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.001)
     shell = await started()
     [group] = shell.groups
-    group.loads = [IDLE, *BUSY, *[IDLE] * (IDLE_REPORTS - 1), BUSY[0], *[IDLE] * IDLE_REPORTS, IDLE]
+    group.loads = [
+        IDLE,
+        *BUSY,
+        *[IDLE] * (EMPTY_REPORTS - 1),
+        BUSY[0],
+        *[IDLE] * EMPTY_REPORTS,
+        IDLE,
+    ]
     draining = asyncio.create_task(shell.core.drain())
     await asyncio.sleep(0)
     assert shell.core.state == "draining"

@@ -19,9 +19,10 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.prefix_index import PrefixFeed
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import SampledTokens
 from cluster.group.context import RankPlace, RankStats
 from cluster.wire.credentials import Hashes
-from cluster.wire.messages import GenerateRequest, SampledTokens, Submit
+from cluster.wire.messages import GenerateRequest, Submit
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import MAX_QUEUE_TIMES, Routing
 from serve.pools.router import Router

@@ -223,7 +223,7 @@ async def test_what_leaves_an_engine_that_drains_has_moved() -> None:
     assert await tokens_of(pools) == [5, 7]
     record = pools.record
     assert (record.num_moves, record.num_attempts) == (1, 1)
-    assert [choice.engine for choice in record.choices] == ["mixed/r/0"] * 2
+    assert [choice.engine for choice in record.engine_choices] == ["mixed/r/0"] * 2
     handed_over = Pools(prefill=[hand_over], decode=[finish_at(1)])
     assert await tokens_of(handed_over) == [5, 7]
     assert handed_over.record.num_moves == 0
