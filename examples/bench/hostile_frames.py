@@ -83,7 +83,8 @@ from cluster.wire.sockets import (
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import Directory, Stage
+from serve.pools.directory import Directory
+from serve.pools.leader_load import Stage
 from serve.pools.links import LeaderLinks
 from serve.pools.mailbox import Mailbox
 

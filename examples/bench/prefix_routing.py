@@ -60,7 +60,8 @@ from cluster.wire.messages import (  # noqa: E402
 )
 from serve.event_loop import StreamBatcher  # noqa: E402
 from serve.pools.chooser import Routing  # noqa: E402
-from serve.pools.directory import ConnectedLeader, Directory, Stage  # noqa: E402
+from serve.pools.directory import ConnectedLeader, Directory  # noqa: E402
+from serve.pools.leader_load import Stage  # noqa: E402
 from serve.pools.mailbox import Mailbox  # noqa: E402
 
 NUM_REPLICAS = 4

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from cluster.actors.reports import LeaderReport
-from cluster.engine.prefix_index import Prefix, PrefixIndex
 from cluster.engine.step_stats import learn_seconds
 from cluster.wire.messages import (
     FIRST_LOADED_ID,
@@ -31,9 +29,7 @@ from cluster.wire.messages import (
     Abort,
     EngineOutput,
     FinishReason,
-    GenerateRequest,
     Hello,
-    KVHandoff,
     Leave,
     Submit,
     encode,
@@ -47,56 +43,18 @@ from serve.pools.chooser import (
     prefilled_on_decode,
     seconds_of,
 )
+from serve.pools.leader_load import LeaderLoad, Stage
 from serve.pools.mailbox import Mailbox
 
 T = TypeVar("T")
 log = logging.getLogger("lockstep.directory")
 
-REPORT_AGE = 3
-"""So many reports of a leader that are yet to come may be older than what happens now: they come
-four times a second, and take up to three quarters of a second."""
-MAX_EXPECTED = 1024
-"""Blocks of a prompt that are expected to be cached before a report says so: a longer one would
-hold up the event loop for milliseconds."""
-MAX_SETTLING = 1024
-"""Requests of a leader that may be in no report yet."""
-STALE_REPORTS = 40
-"""So many reports after it last had something to do, ten seconds, what a leader measured is old."""
 MAX_UNMEASURED = 100
 """Prompts that may be computed where they decode between two transfers that are measured."""
 
 
 class NoLeader(RuntimeError):
     """No leader of a pool could take a request in time."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A request as one engine gets it: a stage of its way."""
-
-    request: GenerateRequest
-    handoff: KVHandoff | None
-    block_size: int
-    """Tokens of a KV block."""
-    prefixes: Sequence[Prefix] = ()
-    """Of its prompt's blocks, as far as an engine may have them cached; of none with a handoff."""
-
-    @property
-    def expected(self) -> Sequence[Prefix]:
-        """What the engine will have cached, as far as that is followed."""
-        return self.prefixes[:MAX_EXPECTED]
-
-    def at(self, leader: ConnectedLeader) -> Stage:
-        """Return it as a leader can take it: without a handoff whose KV it cannot read."""
-        return self if leader.can_read(self) else replace(self, handoff=None)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
-
-    @property
-    def max_outputs(self) -> int:
-        return self.request.sampling.max_tokens - len(self.request.output_token_ids)
 
 
 class ChosenLeader(NamedTuple):
@@ -144,19 +102,8 @@ class _Taken:
 
     stage: Stage
     to: Mailbox
-    uncached_tokens: int
-    """To be computed, as far as was known when it was submitted."""
-    queued_tokens: int
-    """The same as the leader reports them: it does not know of all what is cached."""
-    num_blocks: int
-    """That it needs until it has its next token, beside those that are cached."""
     at: float
     """When it was submitted, by the loop's clock."""
-
-
-def _num_blocks(stage: Stage, uncached_tokens: int) -> int:
-    num_new = stage.num_tokens if stage.handoff is not None else uncached_tokens
-    return num_new // stage.block_size + 1
 
 
 class Connection(Protocol):
@@ -183,34 +130,13 @@ class ConnectedLeader:
         self._is_welcome = False
         self._on_change = on_change
         self._transfers = transfers
+        self.load = LeaderLoad(report)
         self._running: dict[str, _Taken] = {}
         """By request id."""
-        self._queued: dict[str, _Taken] = {}
-        """Those of them without any output yet."""
-        self._settling: deque[tuple[int, _Taken]] = deque()
-        """Those that left the queue and may be in no report yet, with the last one's number."""
-        self._num_reports = 0
-        self._busy_until = 0
-        """The number of the last report at which it had something to do."""
-        self._num_tokens = 0
-        """Of those that run, as they came; the next two are of those queued."""
-        self._uncached_tokens = 0
-        self._queued_tokens = 0
-        self._queue_peaks: deque[int] = deque([0], REPORT_AGE)
-        """The most that these were between two reports, newest last."""
-        self._num_blocks = 0
-        """That those queued and settling need."""
-        self._others_tokens = 0
-        """Queued by other ingresses."""
         self._handed_over: dict[str, Mailbox] = {}
         """By request id: its KV is here until another leader has read it."""
         self._leaving: set[str] = set()
         """Those of them that were told to go on elsewhere."""
-        self._num_others = 0
-        self._prefixes = PrefixIndex()
-        """Cached there, as it has reported."""
-        self._expected: Counter[Prefix] = Counter()
-        """Of what is queued and settling: cached there before the next one is computed."""
         self._aborts: list[str] = []
         self._connection = connect(report.inbox, self)
         self._connection.send(encode(Hello(report.engine_id, report.epoch)))
@@ -229,112 +155,33 @@ class ConnectedLeader:
         """Return whether requests with an adapter may come: all have those of `lora_modules`."""
         return adapter_id < FIRST_LOADED_ID or adapter_id in self.report.adapters.ids
 
-    @property
-    def num_requests(self) -> int:
-        """Those of this ingress as they are now, and those of others as the board said last."""
-        return len(self._running) + self._num_others
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def known_prefixes(self) -> tuple[int, int]:
-        """Its epoch, and the number of changes in its prefix cache that are known."""
-        return self.report.epoch, self._prefixes.number
-
     def see(self, report: LeaderReport) -> None:
         if self.report.state == "draining" and report.state == "ready":
             return  # a late answer of the board: whoever drains serves no more
         self.report = report
-        if report.prefixes is not None:
-            self._prefixes.apply(report.prefixes)
-        num_unfinished = report.load.num_running + report.load.num_waiting
-        self._num_others = max(0, num_unfinished - len(self._running))
-        # What was queued here when the leader reported is not known: at most as much as lately.
-        ours = max(self._queue_peaks)
-        self._others_tokens = max(0, report.load.num_queued_tokens - ours)
-        self._queue_peaks.append(self._queued_tokens)
-        self._num_reports += 1
-        if self.num_requests:
-            self._busy_until = self._num_reports
-        while self._settling and self._settling[0][0] <= self._num_reports - REPORT_AGE:
-            self._settle()
+        self.load.see(report)
 
     def offer(self, stage: Stage) -> Offer:
         """Return what is known for choosing: as reported, and what was submitted here since."""
-        stage = stage.at(self)
-        load, uncached_tokens = self.report.load, self._num_uncached(stage)
-        num_free = load.num_free_blocks - self._num_blocks
-        num_missing = max(0, _num_blocks(stage, uncached_tokens) - num_free)
-        return Offer(
-            self.report.engine_id,
-            num_requests=self.num_requests,
-            num_tokens=self.num_tokens,
-            queued_tokens=self._others_tokens + self._uncached_tokens,
-            uncached_tokens=uncached_tokens,
-            token_s=self.report.token_s,
-            used_blocks=load.num_blocks - max(0, num_free),
-            # Those of a leader that was not asked for its load yet are unknown.
-            missing_blocks=num_missing if load.num_blocks else 0,
-            is_old=self._num_reports - self._busy_until > STALE_REPORTS,
-        )
+        return self.load.offer(self._as_taken(stage))
 
-    def _num_uncached(self, stage: Stage) -> int:
-        if stage.handoff is not None:
-            return 1
-        # A cache evicts the tail of a sequence before its head.
-        num_cached = bisect_left(stage.prefixes, True, key=lambda each: not self._has(each))
-        return stage.num_tokens - num_cached * stage.block_size
-
-    def _has(self, prefix: Prefix) -> bool:
-        return prefix in self._prefixes or prefix in self._expected
+    def _as_taken(self, stage: Stage) -> Stage:
+        """Return a stage without a handoff whose KV this leader cannot read."""
+        return stage if self.can_read(stage) else replace(stage, handoff=None)
 
     def submit(self, stage: Stage, to: Mailbox) -> None:
         """Send a request, whose outputs go to a mailbox until one has a finish reason."""
-        request_id = stage.request.request_id
-        uncached_tokens = self._num_uncached(stage)
-        queued_tokens = stage.num_tokens if stage.handoff is None else 0
-        num_blocks = _num_blocks(stage, uncached_tokens)
-        now = asyncio.get_running_loop().time()
-        self._busy_until = self._num_reports
-        taken = _Taken(stage, to, uncached_tokens, queued_tokens, num_blocks, now)
-        self._running[request_id] = self._queued[request_id] = taken
-        self._num_tokens += stage.num_tokens
-        self._uncached_tokens += uncached_tokens
-        self._queued_tokens += queued_tokens
-        self._num_blocks += num_blocks
-        self._expected.update(stage.expected)
-        self._queue_peaks[-1] = max(self._queue_peaks[-1], self._queued_tokens)
+        stage, request_id = self._as_taken(stage), stage.request.request_id
+        self.load.begin(stage)
+        self._running[request_id] = _Taken(stage, to, asyncio.get_running_loop().time())
         self._leaving.discard(request_id)  # it may have been here before
         self._connection.send(encode(Submit(stage.request, stage.handoff)))
 
-    def _leave_queue(self, request_id: str) -> None:
-        """Note that a request runs, or has ended."""
-        taken = self._queued.pop(request_id, None)
-        if taken is None:
-            return
-        self._uncached_tokens -= taken.uncached_tokens
-        self._queued_tokens -= taken.queued_tokens
-        self._settling.append((self._num_reports, taken))
-        if len(self._settling) > MAX_SETTLING:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Take the oldest of what left the queue as reported."""
-        _, taken = self._settling.popleft()
-        self._num_blocks -= taken.num_blocks
-        for prefix in taken.stage.expected:
-            self._expected[prefix] -= 1
-            if not self._expected[prefix]:
-                del self._expected[prefix]
-
     def _take_out(self, request_id: str) -> None:
         """Note that a request has ended here, if it runs."""
-        self._leave_queue(request_id)
         taken = self._running.pop(request_id, None)
         if taken is not None:
-            self._num_tokens -= taken.stage.num_tokens
+            self.load.end(taken.stage)
 
     def abort(self, request_id: str) -> None:
         """Have a request dropped that runs here, or whose KV is held here."""
@@ -377,15 +224,13 @@ class ConnectedLeader:
         taken = self._running.get(output.request_id)
         if taken is None:
             return  # it was let go, and its abort is on its way
-        mailbox = taken.to
-        if output.request_id in self._queued and taken.stage.handoff is not None:
+        if self.load.on_output(output.request_id) and taken.stage.handoff is not None:
             self._on_transfer(taken, output)
-        self._leave_queue(output.request_id)
         if output.finish_reason:
             self._take_out(output.request_id)
         if output.handoff is not None:
-            self._handed_over[output.request_id] = mailbox
-        mailbox.put(output)
+            self._handed_over[output.request_id] = taken.to
+        taken.to.put(output)
 
     def _on_transfer(self, taken: _Taken, output: EngineOutput) -> None:
         if output.token_ids or not output.finish_reason:  # else its KV was not read
@@ -398,10 +243,11 @@ class ConnectedLeader:
             return
         self.is_lost, self._is_welcome = True, False
         self._connection.close()
-        running, self._running = self._running, {}
+        running = [*self._running.items()]
         if running:
             log.warning("%s: %s; %d requests go on elsewhere", self, why, len(running))
-        for request_id, taken in running.items():
+        for request_id, taken in running:
+            self._take_out(request_id)
             taken.to.put(EngineOutput.ended(request_id, FinishReason.DIED, f"{self}: {why}"))
         # Whoever reads from a process that is gone would find out after seconds.
         handed_over, self._handed_over = self._handed_over, {}
@@ -567,7 +413,7 @@ class Directory:
             return None
         leaders, num_beside = self._able("decode", stage.request.adapter_id), Counter[str]()
         for leader in leaders:
-            num_beside[leader.report.replica_id] += leader.num_requests
+            num_beside[leader.report.replica_id] += leader.load.num_requests
         offers = [
             replace(leader.offer(stage), num_beside=num_beside[leader.report.replica_id])
             for leader in leaders
@@ -596,7 +442,7 @@ class Directory:
         """By the id of each engine whose prefix cache counts: its epoch, and the number of changes
         that are known."""
         return {
-            engine_id: leader.known_prefixes
+            engine_id: leader.load.known_prefixes
             for engine_id, leader in self._leaders.items()
             if self._counts_prefixes(leader.report.pool) and not leader.is_lost
         }

@@ -32,7 +32,8 @@ from cluster.engine.blocks import prompt_prefixes
 from cluster.engine.prefix_index import Prefix
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.event_loop import StreamBatcher
-from serve.pools.directory import ConnectedLeader, Directory, Stage
+from serve.pools.directory import ConnectedLeader, Directory
+from serve.pools.leader_load import Stage
 from serve.pools.mailbox import Mailbox
 from serve.pools.quarantine import CrashHistory, Quarantine
 from serve.requests.records import SequenceRecord
@@ -154,7 +155,7 @@ class Router:
                 if not leader.can_read(stage):
                     leaders[-1].abort(request.request_id)  # nobody needs its KV
                 leaders.append(leader)
-                leader.submit(stage.at(leader), mailbox)
+                leader.submit(stage, mailbox)
                 goes_on = False
                 while not (has_ended or goes_on):
                     output = await mailbox.get()

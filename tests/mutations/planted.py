@@ -711,10 +711,7 @@ MUTATIONS = (
     Mutation(
         "A connection ends, and what ran over it waits for ever.",
         "serve/pools/directory.py",
-        {
-            "running, self._running = self._running, {}\n": "running: dict[str, Any] = {}\n",
-            "import NamedTuple, Protocol": "import Any, NamedTuple, Protocol",
-        },
+        {"running = [*self._running.items()]": "running = [*self._running.items()][:0]"},
         (SIMULATED,),
     ),
     Mutation(
@@ -753,8 +750,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A decode engine is handed KV of other blocks than its own (X08).",
-        "serve/pools/router.py",
-        {"leader.submit(stage.at(leader), mailbox)": "leader.submit(stage, mailbox)"},
+        "serve/pools/directory.py",
+        {"stage, request_id = self._as_taken(stage), ": "stage, request_id = stage, "},
         ("tests/serve/pools/test_router.py",),
     ),
     Mutation(
@@ -772,7 +769,7 @@ MUTATIONS = (
     Mutation(
         "A request waits for KV whose holder is gone until its reader gives up.",
         "serve/pools/directory.py",
-        {"self._handed_over[output.request_id] = mailbox": "pass"},
+        {"self._handed_over[output.request_id] = taken.to": "pass"},
         (SIMULATED,),
     ),
     Mutation(
@@ -825,7 +822,7 @@ MUTATIONS = (
     ),
     Mutation(
         "What an ingress has just submitted is not expected to be cached there (P08).",
-        "serve/pools/directory.py",
+        "serve/pools/leader_load.py",
         {
             "return prefix in self._prefixes or prefix in self._expected": (
                 "return prefix in self._prefixes"
@@ -835,7 +832,7 @@ MUTATIONS = (
     ),
     Mutation(
         "An ingress does not hear what is cached where (P08).",
-        "serve/pools/directory.py",
+        "serve/pools/leader_load.py",
         {"self._prefixes.apply(report.prefixes)": "pass"},
         (PREFIXES,),
     ),

@@ -49,7 +49,8 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
-from serve.pools.directory import ChosenLeader, ConnectedLeader, Directory, Stage
+from serve.pools.directory import ChosenLeader, ConnectedLeader, Directory
+from serve.pools.leader_load import Stage
 from serve.pools.pool_core import PoolCore
 from serve.pools.scaling import Meter, Signals
 

@@ -518,7 +518,7 @@ class World:
         """Assert that a leader that has just got a request has, as far as its ingress knows, at
         most 1.5 times the mean queue of its pool, and a prompt."""
         leader, pool = connection.directory_leader, connection.rank.group.pool
-        taken = leader._running[attempt]
+        taken = leader.load.queued[attempt]
         able = connection.ingress.directory._able(pool)
         readers = [each for each in able if each.can_read(taken.stage)]
         offers = [each.offer(taken.stage) for each in readers or able]
@@ -531,7 +531,7 @@ class World:
             num_tokens = min(taken.stage.num_tokens, self.schedule.budget)
             if any(max(each.token_s) < num_tokens.bit_length() for each in offers):
                 return
-        queue_s = (leader._others_tokens + leader._uncached_tokens) * token_s
+        queue_s = leader.load.queued_tokens * token_s
         mean_s = (sum(queues_s) - taken.uncached_tokens * token_s) / len(queues_s)
         self.outcome.num_judged["queues"] += len(queues_s) > 1
         if queue_s > 1.5 * mean_s + taken.stage.num_tokens * token_s + 1e-9:

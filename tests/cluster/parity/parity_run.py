@@ -41,7 +41,8 @@ from cluster.rank.leader import Leader
 from cluster.wire.messages import LoraAdapter, Submit
 from compile.counters import counter
 from serve.pools.chooser import Why
-from serve.pools.directory import ChosenLeader, Directory, Stage
+from serve.pools.directory import ChosenLeader, Directory
+from serve.pools.leader_load import Stage
 from serve.pools.router import Router
 
 FOLDER = Path(__file__).resolve().parent

@@ -22,7 +22,8 @@ from cluster.wire.messages import (
     decode,
 )
 from serve.pools.chooser import Routing
-from serve.pools.directory import ConnectedLeader, Directory, Stage
+from serve.pools.directory import ConnectedLeader, Directory
+from serve.pools.leader_load import Stage
 
 OURS, THEIRS = Hashes("ours", "kv"), Hashes("theirs", "kv")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)

@@ -21,10 +21,12 @@ from cluster.wire.messages import (
     Hello,
     KVHandoff,
     Leave,
+    Submit,
 )
 from serve.event_loop import StreamBatcher
 from serve.pools.chooser import Routing
-from serve.pools.directory import STALE_REPORTS, NoLeader, Stage
+from serve.pools.directory import NoLeader
+from serve.pools.leader_load import STALE_REPORTS, Stage
 from serve.pools.mailbox import Mailbox
 
 
@@ -73,7 +75,7 @@ async def test_what_other_ingresses_have_submitted_counts_as_the_board_said_last
     assert [len(connections[f"mixed/{each}/0"].submitted()) for each in "ab"] == [1, 3]
     # The board counts this ingress's own as well, which are not counted twice.
     connections.see(report_of(replica="a", load=(4, 0)), report_of(replica="b", load=(3, 1)))
-    leaders = [each.leader.num_requests for each in connections.newest.values()]
+    leaders = [each.leader.load.num_requests for each in connections.newest.values()]
     assert leaders == [4, 4]
 
 
@@ -282,12 +284,15 @@ async def test_kv_goes_where_it_can_be_read_and_is_let_go_where_nobody_can() -> 
     stage = Stage(request_of(), KVHandoff(7, "r", [], [], [], 2, 1, OURS.kv, 30.0), 16)
     for _ in range(3):  # however much that one has to do
         leader = (await connections.directory.choose("decode", stage)).leader
-        assert leader.report.replica_id == "r" and stage.at(leader) is stage
-        leader.submit(stage_of(str(leader.num_requests)), mailbox_of())
+        assert leader.report.replica_id == "r"
+        leader.submit(stage_of(str(leader.load.num_requests)), mailbox_of())
     connections.see(report_of("decode", state="draining"), others)
     leader = (await connections.directory.choose("decode", stage)).leader
-    assert leader.report.replica_id == "new" and stage.at(leader).handoff is None
+    assert leader.report.replica_id == "new"
     assert leader.offer(stage) == leader.offer(stage_of())
+    leader.submit(stage, mailbox_of())
+    [submitted] = [each for each in connections["decode/new/0"].sent if isinstance(each, Submit)]
+    assert submitted == Submit(stage.request, None)
 
 
 async def test_requests_that_wait_go_in_the_order_in_which_they_came() -> None:
@@ -471,7 +476,7 @@ async def test_outputs_for_a_mailbox_that_was_let_go_are_dropped() -> None:
     assert (await other.get()).token_ids == [7]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(mailbox.get(), 0.01)
-    assert leader.num_requests == 1
+    assert leader.load.num_requests == 1
 
 
 async def test_tokens_of_what_runs_are_counted_as_they_came() -> None:
