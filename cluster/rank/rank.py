@@ -27,7 +27,7 @@ from cluster.wire.shared_memory import SharedMemory
 from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
 from model.config import ModelConfig
-from model.kernels.cpu.native import fetch_library
+from model.kernels.cpu.native import fetch_libraries
 from model.parallel import Shard
 
 
@@ -127,7 +127,8 @@ class Rank(ABC):
         self._doorbell = Doorbell()
         if context.config.device == "cpu":  # the group asks what the kernels can do, and the runner
             is_shared = context.config.compilation.share_artifacts
-            fetch_library(context.exchange if is_shared else None)
+            has_integers = context.config.quantization.startswith("int")
+            fetch_libraries(context.exchange if is_shared else None, has_integers=has_integers)
         self._group = join_group(context, rendezvous, listener)
         self.transfer = KVConnector(context)
         self.runner = ModelRunner(

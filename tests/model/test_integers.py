@@ -138,7 +138,7 @@ def test_products_are_those_of_rounded_weights_whatever_rows_stand_beside(
 def test_torch_multiplies_where_no_kernel_does(
     held: WeightFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "native_library", lambda: None)
+    monkeypatch.setattr(module, "native_library", lambda *_: None)
     monkeypatch.setattr(module, "native_function", lambda *_: None)
     weight, x = torch.randn(37, 272).to(dtype), torch.randn(3, 272).to(dtype)
     made = packed(weight, held)

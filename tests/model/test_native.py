@@ -79,6 +79,27 @@ def test_of_those_that_build_at_once_one_does(
     assert sum("-c" in command for command in commands) == num_sources
 
 
+@pytest.mark.usefixtures("_quick")
+def test_what_multiplies_integers_is_built_only_where_weights_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes half as long as all other kernels together."""
+    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path))
+    (native.SOURCES / "quantized_linear.cpp").write_text("int product() { return 1; }")
+    kernels = native._key("g++")
+
+    def built(*, has_integers: bool) -> list[str]:
+        native.fetch_libraries(None, has_integers=has_integers)
+        found = (tmp_path / native.DIRECTORY).glob("*.so")
+        return sorted(path.name.partition("-")[0] for path in found)
+
+    assert built(has_integers=False) == [native.KERNELS]
+    assert built(has_integers=True) == [native.INTEGERS, native.KERNELS]
+    (native.SOURCES / "quantized_linear.cpp").write_text("int product() { return 2; }")
+    assert native._key("g++") == kernels, "an edit of the one leaves the other as it is"
+    assert len(built(has_integers=True)) == 3
+
+
 class Exchange:
     """Hands out what was published first."""
 

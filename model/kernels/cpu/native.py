@@ -1,8 +1,10 @@
 """Build the C++ kernels of this package once, and load them.
 
-1. The key names everything that decides the machine code: sources, compiler, flags, processor.
-2. The library of that key lies in the cache directory, or is built beside it and renamed. Nodes
-   with the same key build it once, and get it from one another as they get compiled pieces.
+1. There are two libraries, since products with packed integers take half as long to build as all
+   other kernels together. Each is built when it is first wanted.
+2. A key names everything that decides the machine code: sources, compiler, flags, processor. The
+   library of that key lies in the cache directory, or is built beside it and renamed. Nodes with
+   the same key build it once, and get it from one another as they get compiled pieces.
 3. Without a compiler, or if the directory belongs to another user, torch functions compute; one
    line in the log says so.
 
@@ -37,9 +39,12 @@ from compile.machine import PrivateDirectoryError, make_private, processor
 from compile.scope import ArtifactExchange
 from model.kernels.paged_attention import FP8
 
+KERNELS, INTEGERS = "kernels", "integers"
+"""The libraries: one that all models use, and one for weights that are packed integers."""
 DIRECTORY = "native"
 """Below the cache's root."""
 SOURCES = Path(__file__).parent / "cpp"
+_OF_INTEGERS = "quantized_linear"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
 BUILD_TIMEOUT_S = 600.0
@@ -68,41 +73,51 @@ _FAILURES = (NativeError, PrivateDirectoryError, OSError, subprocess.SubprocessE
 
 
 @functools.cache
-def native_library() -> ctypes.CDLL | None:
-    """Return the kernels, built if need be; None, and a line in the log, where that fails."""
+def native_library(name: str = KERNELS) -> ctypes.CDLL | None:
+    """Return a library, built if need be; None, and a line in the log, where that fails."""
     try:
         # Torch's OpenMP is loaded with torch; the library finds it by name.
-        library = ctypes.CDLL(str(build_library(cache_root() / DIRECTORY)))
+        library = ctypes.CDLL(str(build_library(cache_root() / DIRECTORY, name=name)))
     except _FAILURES as error:
         message = str(error).splitlines()[0]
-        logger.warning("C++ kernels are off, torch functions stand in: %s", message)
+        what = "" if name == KERNELS else " for integers"
+        logger.warning("C++ kernels%s are off, torch functions stand in: %s", what, message)
         return None
-    library.packed_linear_takes.restype = ctypes.c_bool
-    for name in ("bytes", "broadcast", "gather", "gather_rows"):
-        getattr(library, f"communicator_{name}").restype = ctypes.c_int64
+    if name == KERNELS:
+        library.packed_linear_takes.restype = ctypes.c_bool
+        for call in ("bytes", "broadcast", "gather", "gather_rows"):
+            getattr(library, f"communicator_{call}").restype = ctypes.c_int64
     return library
 
 
-def fetch_library(exchange: ArtifactExchange | None) -> None:
-    """Have the kernels ready, from another node if that has built them; failures are logged once
+def fetch_libraries(exchange: ArtifactExchange | None, *, has_integers: bool) -> None:
+    """Have libraries ready, from another node if that has built them; failures are logged once
     kernels are wanted."""
-    with suppress(*_FAILURES):
-        build_library(cache_root() / DIRECTORY, exchange)
+
+    def fetch(name: str) -> None:
+        with suppress(*_FAILURES):
+            build_library(cache_root() / DIRECTORY, exchange, name=name)
+
+    names = [KERNELS, INTEGERS] if has_integers else [KERNELS]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(fetch, names))
 
 
-def build_library(directory: Path, exchange: ArtifactExchange | None = None) -> Path:
-    """Return the library in `directory`. If it is missing it is made, or taken from whoever has
-    made it already; raises one of `_FAILURES`."""
+def build_library(
+    directory: Path, exchange: ArtifactExchange | None = None, *, name: str = KERNELS
+) -> Path:
+    """Return a library in `directory`. If it is missing it is made, or taken from whoever has made
+    it already; raises one of `_FAILURES`."""
     compiler = shutil.which(cxx())
     if compiler is None:
         raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
     version = _run([compiler, "--version"]).splitlines()[0]
     make_private(directory)
-    path = directory / f"kernels-{_key(version)}.so"
+    path = directory / f"{name}-{_key(version, name)}.so"
     # All ranks of a node want it at once.
     with file_lock(path.with_suffix(".lock"), BUILD_TIMEOUT_S):
         if not (path.exists() and _is_whole(path.read_bytes(), str(path))):
-            _write(path, _built_anywhere(compiler, path, exchange))
+            _write(path, _built_anywhere(compiler, path, exchange, name))
     return path
 
 
@@ -113,14 +128,16 @@ def _write(path: Path, data: bytes) -> None:
         os.replace(library, path)
 
 
-def _built_anywhere(compiler: str, path: Path, exchange: ArtifactExchange | None) -> bytes:
+def _built_anywhere(
+    compiler: str, path: Path, exchange: ArtifactExchange | None, name: str
+) -> bytes:
     """Return the library of whoever has built it, which may be this process."""
     data = None if exchange is None else exchange.claim(path.name)
     if data is not None and _is_whole(data, "C++ kernels of another node"):
         return data
     data = None
     try:
-        data = _built(compiler, path.parent)
+        data = _built(compiler, path.parent, name)
         logger.info("built C++ kernels: %s", path)
     finally:
         if exchange is not None:
@@ -128,10 +145,15 @@ def _built_anywhere(compiler: str, path: Path, exchange: ArtifactExchange | None
     return data
 
 
-def _built(compiler: str, directory: Path) -> bytes:
-    """Build the library, and return it with a checksum at its end, where no loader reads."""
+def _sources(name: str) -> list[Path]:
+    found = sorted(SOURCES.glob("*.cpp"))
+    return [path for path in found if (path.stem == _OF_INTEGERS) == (name == INTEGERS)]
+
+
+def _built(compiler: str, directory: Path, name: str) -> bytes:
+    """Build a library, and return it with a checksum at its end, where no loader reads."""
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        library, sources = Path(scratch) / "kernels.so", sorted(SOURCES.glob("*.cpp"))
+        library, sources = Path(scratch) / "kernels.so", _sources(name)
         objects = [str(library.with_name(f"{source.stem}.o")) for source in sources]
         commands = [
             [compiler, *FLAGS, "-c", str(source), "-o", made]
@@ -156,10 +178,10 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _key(version: str) -> str:
+def _key(version: str, name: str = KERNELS) -> str:
     parts = [version, *FLAGS, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in (*sorted(SOURCES.glob("*.h")), *_sources(name)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -175,8 +197,10 @@ def _run(command: list[str]) -> str:
 @functools.cache
 def native_function(name: str, dtype: torch.dtype, suffix: str = "") -> Any:
     """Return a function of the library for tensors of `dtype`; None where there is none."""
-    library = native_library()
-    if library is None or dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    library = native_library(INTEGERS if name == _OF_INTEGERS else KERNELS)
+    if library is None:
         return None
     found = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}{suffix}")
     found.argtypes, found.restype = _SIGNATURES.get(name, _KERNEL)

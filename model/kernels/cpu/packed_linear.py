@@ -46,7 +46,7 @@ import torch.nn.functional as F
 
 from compile.custom_op import direct_register_custom_op
 from compile.graphs.boundary import active, boundary
-from model.kernels.cpu.native import int64_array, native_function, native_library
+from model.kernels.cpu.native import INTEGERS, int64_array, native_function, native_library
 from model.kernels.scaled_linear import (
     BlockScaledWeight,
     IntegerWeight,
@@ -248,7 +248,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
-    library, (*experts, num_outputs, num_inputs) = native_library(), weight.shape
+    library, (*experts, num_outputs, num_inputs) = native_library(INTEGERS), weight.shape
     outputs = 16 if library is None else library.quantized_linear_tile()
     if is_on_gpu(weight):
         outputs = GPU_TILE_OUTPUTS

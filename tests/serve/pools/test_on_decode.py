@@ -109,8 +109,8 @@ async def test_a_log_line_and_a_metric_tell_why_engines_were_chosen() -> None:
     counts = IngressCounts(100)
     lines = []
     for sequence in application.records:
-        counts.on_end(record, sequence, "length")
         record.sequences = [sequence]
+        counts.on_end(record, sequence, "length")
         lines.append(line_of(record, 0.0))
     told = [(line["engines"], line["why"], line["moves"]) for line in lines]
     assert told == [
