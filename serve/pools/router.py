@@ -143,7 +143,7 @@ class Router:
         so_far = list(request.output_token_ids)
         has_ended = False
         try:
-            while not has_ended:
+            while True:
                 request = msgspec.structs.replace(request, output_token_ids=list(so_far))
                 stage = Stage(
                     request, handoff, self._cache.block_size, prefixes if handoff is None else ()
@@ -156,8 +156,7 @@ class Router:
                     leaders[-1].abort(request.request_id)  # nobody needs its KV
                 leaders.append(leader)
                 leader.submit(stage, mailbox)
-                goes_on = False
-                while not (has_ended or goes_on):
+                while True:
                     output = await mailbox.get()
                     if is_first and output.token_ids:
                         record.on_engine_output(output.queued_us)
@@ -168,19 +167,22 @@ class Router:
                             if each is not leader:
                                 each.release(request.request_id)
                     so_far += output.token_ids
-                    goes_on = output.finish_reason in GOES_ON
-                    if goes_on:
-                        handoff = output.handoff
-                        output = msgspec.structs.replace(
-                            output, finish_reason=FinishReason.NONE, handoff=None
-                        )
+                    if output.finish_reason in GOES_ON:
+                        break
                     has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
                     if output.token_ids or output.finish_reason:
                         yield output
-                if goes_on and pool == "prefill" and handoff is not None:
+                    if has_ended:
+                        return
+                handoff = output.handoff
+                if output.token_ids:
+                    yield msgspec.structs.replace(
+                        output, finish_reason=FinishReason.NONE, handoff=None
+                    )
+                if pool == "prefill" and handoff is not None:
                     record.on_handover()
                     pool = "decode"
-                elif goes_on:
+                else:
                     record.on_move()
                     pool = self._first_pool if handoff is None else pool
         finally:
