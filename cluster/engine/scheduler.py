@@ -263,7 +263,7 @@ class Scheduler:
             has_drawn = num_drawn > 0
             if has_drawn:
                 seq.next_draft = next(drafts, [])
-            # As `Batch.launch` noted it.
+            # As `Batch.build_plan` noted it.
             seq.num_in_flight_tokens -= num_new
             seq.num_pending_tokens -= has_drawn
             if start < seq.num_prompt_tokens:
