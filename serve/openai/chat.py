@@ -167,15 +167,17 @@ class ChatRenderer(ConversationRenderer):
         return ChatChoice(message=message, **fields)
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        parser = self._parsers.get(choice.index)
+        parser, has_begun = self._parsers.get(choice.index), True
         if parser is None:
             parser = self._parsers[choice.index] = self.new_parser(choice)
+            has_begun = False
+        found, fields = self._take(choice, parser)
+        if not has_begun:
             role = ChatDelta(role="assistant", content="")
             begun = ChatChunkChoice(
                 index=choice.index, delta=role, logprobs=None, finish_reason=None, stop_reason=None
             )
             yield self._chunk([begun], usage, self._prompt_token_ids(choice))
-        found, fields = self._take(choice, parser)
         reasoning = (found.reasoning if self.request.include_reasoning else "") or UNSET
         delta = ChatDelta(
             content=found.content or UNSET,

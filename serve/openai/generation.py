@@ -143,7 +143,8 @@ class RequestRenderer(Protocol):
         """Return the whole answer, to be written as JSON; all choices are finished."""
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        """Return the events for what the choice has produced since the last call."""
+        """Return the events for what the choice has produced since the last call: it is taken
+        before the first of them is returned, and more may come while they are sent."""
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         """Return the events after those of the choices, which are finished."""

@@ -47,7 +47,7 @@ from serve.openai.schema import (
     ToolCall,
 )
 from serve.openai.tool_parser import CallDelta, ToolFormat
-from serve.requests.choice import Choice
+from serve.requests.choice import Choice, OutputDelta
 from serve.requests.sampling import SamplingFields
 from serve.requests.tokenizer import Tokenizer
 
@@ -480,23 +480,23 @@ class ResponsesRenderer(ConversationRenderer):
 
     def response(self, generation: Generation) -> Any:
         [choice] = generation.choices
-        list(self._absorb(choice))
+        list(self._absorb(choice, choice.take()))
         return self._response(self._final_status(), generation.usage())
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
+        found = choice.take()
         if self._parser is None:
             for kind in ("created", "in_progress"):
                 yield self._output.event(kind, response=self._response("in_progress", None))
-        yield from self._absorb(choice)
+        yield from self._absorb(choice, found)
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         status = self._final_status()
         yield self._output.event(status, response=self._response(status, generation.usage()))
 
-    def _absorb(self, choice: Choice) -> Iterator[Event]:
+    def _absorb(self, choice: Choice, found: OutputDelta) -> Iterator[Event]:
         if self._parser is None:
             self._parser = self.new_parser(choice)
-        found = choice.take()
         if self._answers.reasoning is not ReasoningFormat.NONE:
             self._offsets += found.offsets
         self._finish_reason = found.finish_reason

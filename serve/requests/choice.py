@@ -148,7 +148,7 @@ class Choice:
     def is_due(self, stream_interval: int) -> bool:
         """Return whether a stream sends what was absorbed: its first tokens and its last ones at
         once, and otherwise at least `stream_interval` together."""
-        is_edge = self.finish_reason or not self.was_taken
+        is_edge = self._delta.finish_reason or not self.was_taken
         return bool(is_edge) or len(self._delta.token_ids) >= stream_interval
 
     def _add_tokens(self, output: EngineOutput) -> str | None:

@@ -207,6 +207,44 @@ def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
     assert {thread == threading.get_ident() for thread in threads} == {num_words == 5}
 
 
+def events_of(connection: Any) -> list[dict[str, Any]]:
+    bodies = [message.get("body", b"") for message in connection.messages]
+    parts = [part.rpartition(b"data: ")[2] for part in bodies if b"data: {" in part]
+    return [msgspec.json.decode(part) for part in parts]
+
+
+async def test_an_answer_that_ends_while_its_first_events_are_sent_is_completed(
+    connect: Any, app: Any, backend: Any
+) -> None:
+    connection = connect({"input": "a", "stream": True}, path="/v1/responses", send_s=0.02)
+    await connection(app)
+    last = events_of(connection)[-1]
+    assert last["type"] == "response.completed", last
+    [item] = last["response"]["output"]
+    assert item["content"][0]["text"] == "hello world"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_a_chunk_says_was_used_is_what_was_sent_to_a_slow_reader(
+    connect: Any, app: Any, backend: Any, tokenizer: Any, n: int
+) -> None:
+    """Of one choice exactly; of several at least that, since all are counted."""
+    backend.pieces = [[t] for t in tokenizer.encode("the dog ran over the hill")]
+    backend.pause_s = 0.005
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": n}
+    body |= {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+    connection = connect(body, path="/v1/chat/completions", send_s=0.02)
+    await connection(app)
+    num_sent = 0
+    for event in events_of(connection):
+        [choice] = event["choices"]
+        is_begin = choice["delta"].get("role")
+        num_sent += len(choice.get("token_ids") or ())
+        used = event["usage"]["completion_tokens"]
+        assert is_begin or (used == num_sent if n == 1 else used >= num_sent), event
+    assert num_sent == n * len(backend.pieces)
+
+
 async def endless(backend: Any, request: GenerateRequest) -> AsyncIterator[EngineOutput]:
     """What a sequence writes that nothing ends, one token in each turn of the loop."""
     while True:

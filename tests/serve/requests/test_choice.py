@@ -299,3 +299,15 @@ def test_a_text_that_nearly_stops_all_the_time_is_read_about_twice() -> None:
     certain = "".join(matcher.push("a")[0] for _ in range(5000))
     assert certain == "a" * (5000 - 255)
     assert num_looks <= 2 * 5000
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_first_and_last_tokens_are_due_at_once_and_none_twice(interval: int) -> None:
+    choice, due = choice_of(TOKENIZERS["byte_level"]), []
+    for number in range(8):
+        choice.absorb(output([70], "length" if number == 7 else ""))
+        due.append(choice.is_due(interval))
+        if due[-1]:
+            choice.take()
+        assert not choice.is_due(interval)
+    assert due == [number in (0, 7) or number % interval == 0 for number in range(8)]
