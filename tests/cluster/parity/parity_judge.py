@@ -72,7 +72,7 @@ def check_tokens(run: Run, drawn: list[list[int]] | None) -> None:
         if not request.is_greedy:
             assert drawn is not None and tokens == drawn[i]
             continue
-        oracle.check_greedy(request.prompt, tokens, request.adapter_id)
+        oracle.check_greedy(request.prompt, tokens, request.lora)
         logprobs = [logprob for output in outputs for logprob in output.logprobs]
         if request.sampling.get("num_logprobs", -1) >= 0:
             theirs = oracle.logits(request.prompt, tokens).log_softmax(-1)

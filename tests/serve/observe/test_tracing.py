@@ -43,7 +43,7 @@ def attempt(number: int = 0, at: float = 1.0, **fields: Any) -> Attempt:
     times |= {"kv_wait_s": 1.0, "resumed_at": NOW + at + 4.5}
     engines = fields.pop("engines", ["prefill/a/0", "decode/b/1"])
     choices = [EngineChoice(engine, Why.LOAD, 0) for engine in engines]
-    return Attempt(number, NOW + at, **{**times, "choices": choices, **fields})
+    return Attempt(number, NOW + at, **{**times, "engine_choices": choices, **fields})
 
 
 def sequence(*attempts: Attempt, **fields: Any) -> SequenceRecord:
