@@ -64,8 +64,8 @@ holds for ingresses."""
 ANSWER_S = 3.0
 """How long the board may take to answer an ingress."""
 CHANGE_S = 30.0
-"""How long to load or unload an adapter, and again if it dies meanwhile: nobody should be left to
-guess."""
+"""How long it may take to load or unload an adapter, and as long again if it dies meanwhile: nobody
+should be left to guess."""
 AGAIN_S = 0.05
 """How often one that restarts is asked again."""
 USUAL_STATES = ("loading", "ready", "draining")

@@ -127,8 +127,8 @@ class Rank(ABC):
         self._doorbell = Doorbell()
         if context.config.device == "cpu":  # the group asks what the kernels can do, and the runner
             is_shared = context.config.compilation.share_artifacts
-            has_integers = context.config.quantization.startswith("int")
-            fetch_libraries(context.exchange if is_shared else None, has_integers=has_integers)
+            exchange = context.exchange if is_shared else None
+            fetch_libraries(exchange, context.config.quantization)
         self._group = join_group(context, rendezvous, listener)
         self.transfer = KVConnector(context)
         self.runner = ModelRunner(

@@ -30,7 +30,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 8, 32000
 CHILD = """
 import sys
 import torch
-from model.kernels.cpu.native import INTEGERS, native_library
+from model.kernels.cpu.native import libraries_for, native_library
 from model.kernels.cpu.packed_linear import can_pack
 from model.layers.linear import MergedColumnParallelLinear
 from model.weights import load_model
@@ -40,9 +40,8 @@ torch.set_num_threads(1)
 path, rank, ranks, dtype, held = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
 dtype = getattr(torch, dtype)
 # What a process allocates once, however small its model: the kernels and oneDNN's own code.
-native_library()
-if held.startswith("int"):
-    native_library(INTEGERS)
+for name in libraries_for(held):
+    native_library(name)
 small = MergedColumnParallelLinear(
     256, 256, ["up_proj"], Placement(dtype, torch.device("cpu")), bias=False
 )

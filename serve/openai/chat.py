@@ -167,12 +167,11 @@ class ChatRenderer(ConversationRenderer):
         return ChatChoice(message=message, **fields)
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        parser, has_begun = self._parsers.get(choice.index), True
-        if parser is None:
-            parser = self._parsers[choice.index] = self.new_parser(choice)
-            has_begun = False
-        found, fields = self._take(choice, parser)
-        if not has_begun:
+        is_first = choice.index not in self._parsers
+        if is_first:
+            self._parsers[choice.index] = self.new_parser(choice)
+        found, fields = self._take(choice, self._parsers[choice.index])
+        if is_first:
             role = ChatDelta(role="assistant", content="")
             begun = ChatChunkChoice(
                 index=choice.index, delta=role, logprobs=None, finish_reason=None, stop_reason=None

@@ -151,7 +151,7 @@ class RequestRenderer(Protocol):
 
 
 class Endpoint(NamedTuple):
-    """One that generates: what its JSON becomes, and what reads and answers such a request."""
+    """An endpoint that generates: the struct of its JSON, and what reads and answers a request."""
 
     request: type[msgspec.Struct]
     renderer: Callable[[Any, ApiSettings, Tokenizer], RequestRenderer]

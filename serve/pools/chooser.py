@@ -155,8 +155,8 @@ def prefilled_on_decode(
     if that costs fewer seconds than the prefill pool, the transfer and decoding after that. Beside
     the request's own, those count that its prompt takes from the sequences that decode there.
 
-    transfer_s: from the handoff to the next token; None until one was timed, and a prompt that the
-    prefill pool computes has one timed. max_step_tokens: of a decode engine.
+    transfer_s: from the handoff to the next token; None until one was timed, for which a prompt has
+    to go to the prefill pool. max_step_tokens: of a decode engine.
     """
     num_steps = min(num_outputs, EXPECTED_OUTPUTS)
     if not decode or (prefill and (transfer_s is None or num_steps <= 1)):

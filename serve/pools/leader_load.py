@@ -67,8 +67,8 @@ class QueuedStage:
     stage: Stage
     uncached_tokens: int
     """To be computed."""
-    queued_tokens: int
-    """The same as the leader reports them: it does not know of all what is cached."""
+    reported_tokens: int
+    """As the leader counts them while the request waits: cached ones as well."""
     num_blocks: int
 
 
@@ -180,7 +180,7 @@ class LeaderLoad:
         if queued is None:
             return False
         self.queued_tokens -= queued.uncached_tokens
-        self._reported_tokens -= queued.queued_tokens
+        self._reported_tokens -= queued.reported_tokens
         self._settling.append((self._num_reports, queued))
         if len(self._settling) > MAX_SETTLING:
             self._settle()

@@ -218,7 +218,7 @@ class IngressCounts:
 
     def on_end(self, request: RequestRecord, sequence: SequenceRecord, finish_reason: str) -> None:
         now = time.monotonic()
-        if sequence is request.sequences[0]:
+        if sequence is request.sequences[0]:  # once for a request
             self._histograms["request_params_n"].observe(request.n)
             if request.max_tokens is not None:
                 self._histograms["request_params_max_tokens"].observe(request.max_tokens)

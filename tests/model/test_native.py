@@ -16,6 +16,7 @@ import torch
 from compile.environment import cache_root
 from compile.machine import PrivateDirectoryError
 from model.kernels.cpu import native
+from model.quantization import WeightFormat
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -83,21 +84,20 @@ def test_of_those_that_build_at_once_one_does(
 def test_what_multiplies_integers_is_built_only_where_weights_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes half as long as all other kernels together."""
     monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path))
     (native.SOURCES / "quantized_linear.cpp").write_text("int product() { return 1; }")
     kernels = native._key("g++")
 
-    def built(*, has_integers: bool) -> list[str]:
-        native.fetch_libraries(None, has_integers=has_integers)
+    def built(held: WeightFormat) -> list[str]:
+        native.fetch_libraries(None, held)
         found = (tmp_path / native.DIRECTORY).glob("*.so")
         return sorted(path.name.partition("-")[0] for path in found)
 
-    assert built(has_integers=False) == [native.KERNELS]
-    assert built(has_integers=True) == [native.INTEGERS, native.KERNELS]
+    assert built("none") == built("fp8") == [native.KERNELS]
+    assert built("int4") == built("int8") == [native.INTEGERS, native.KERNELS]
     (native.SOURCES / "quantized_linear.cpp").write_text("int product() { return 2; }")
     assert native._key("g++") == kernels, "an edit of the one leaves the other as it is"
-    assert len(built(has_integers=True)) == 3
+    assert len(built("int8")) == 3
 
 
 class Exchange:

@@ -1,7 +1,7 @@
 """Build the C++ kernels of this package once, and load them.
 
-1. There are two libraries, since products with packed integers take half as long to build as all
-   other kernels together. Each is built when it is first wanted.
+1. There are two libraries: products with packed integers are slow to build, and few models need
+   them. Each is built when it is first wanted.
 2. A key names everything that decides the machine code: sources, compiler, flags, processor. The
    library of that key lies in the cache directory, or is built beside it and renamed. Nodes with
    the same key build it once, and get it from one another as they get compiled pieces.
@@ -38,6 +38,7 @@ from compile.graphs.boundary import active
 from compile.machine import PrivateDirectoryError, make_private, processor
 from compile.scope import ArtifactExchange
 from model.kernels.paged_attention import FP8
+from model.quantization import WeightFormat
 
 KERNELS, INTEGERS = "kernels", "integers"
 """The libraries: one that all models use, and one for weights that are packed integers."""
@@ -90,15 +91,20 @@ def native_library(name: str = KERNELS) -> ctypes.CDLL | None:
     return library
 
 
-def fetch_libraries(exchange: ArtifactExchange | None, *, has_integers: bool) -> None:
-    """Have libraries ready, from another node if that has built them; failures are logged once
-    kernels are wanted."""
+def libraries_for(held: WeightFormat) -> list[str]:
+    """Return the names of the libraries that a model uses whose weights are held so."""
+    return [KERNELS, INTEGERS] if held in ("int8", "int4") else [KERNELS]
+
+
+def fetch_libraries(exchange: ArtifactExchange | None, held: WeightFormat) -> None:
+    """Have a model's libraries ready, from another node if that has built them; failures are logged
+    once kernels are wanted."""
 
     def fetch(name: str) -> None:
         with suppress(*_FAILURES):
             build_library(cache_root() / DIRECTORY, exchange, name=name)
 
-    names = [KERNELS, INTEGERS] if has_integers else [KERNELS]
+    names = libraries_for(held)
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(fetch, names))
 
