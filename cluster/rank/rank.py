@@ -27,7 +27,7 @@ from cluster.wire.shared_memory import SharedMemory
 from cluster.wire.sockets import Doorbell, end_context, node_id
 from compile.counters import cache_misses, counter
 from model.config import ModelConfig
-from model.kernels.cpu.native import fetch_libraries
+from model.kernels.cpu.native import fetch_libraries, libraries_for
 from model.parallel import Shard
 
 
@@ -126,9 +126,7 @@ class Rank(ABC):
         self._sockets = sockets
         self._doorbell = Doorbell()
         if context.config.device == "cpu":  # the group asks what the kernels can do, and the runner
-            is_shared = context.config.compilation.share_artifacts
-            exchange = context.exchange if is_shared else None
-            fetch_libraries(exchange, context.config.quantization)
+            _fetch_kernels(context)
         self._group = join_group(context, rendezvous, listener)
         self.transfer = KVConnector(context)
         self.runner = ModelRunner(
@@ -226,3 +224,14 @@ def join_group(
         shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
         maps_gpu_memory=config.has_custom_all_reduce,
     )
+
+
+def _fetch_kernels(context: RankContext) -> None:
+    config = context.config
+    libraries = libraries_for(
+        getattr(torch, config.dtype),
+        getattr(torch, config.kv_dtype),
+        config.quantization,
+        has_peers=config.parallel.world_size > 1,
+    )
+    fetch_libraries(context.exchange if config.compilation.share_artifacts else None, libraries)

@@ -40,8 +40,8 @@ torch.set_num_threads(1)
 path, rank, ranks, dtype, held = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
 dtype = getattr(torch, dtype)
 # What a process allocates once, however small its model: the kernels and oneDNN's own code.
-for name in libraries_for(held):
-    native_library(name)
+for library in libraries_for(dtype, dtype, held, has_peers=False):
+    native_library(library)
 small = MergedColumnParallelLinear(
     256, 256, ["up_proj"], Placement(dtype, torch.device("cpu")), bias=False
 )

@@ -4,19 +4,22 @@ several times as long, because each wakes a thread on both sides."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from model.kernels.cpu.native import native_function, native_library
+from model.kernels.cpu.native import COMMUNICATOR, DTYPES, dtype_name, native_library
 
 SLOT_BYTES = 1 << 20
 """What a rank puts out at once; more goes in parts."""
 BUFFER_BYTES = 64 << 20
 """The largest tensor that a user buffer holds. Only what is written takes memory."""
 _DONE = -1
+_SUM = ([ctypes.c_void_p] * 2 + [ctypes.c_int64], ctypes.c_int64)
+_SUM_SHARE = ([ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2, ctypes.c_int64)
 
 
 class _Place(ctypes.Structure):
@@ -40,9 +43,8 @@ def memory_bytes(
 ) -> int:
     """Return how much memory the ranks share: a counter, two slots and a user buffer each. Needs
     the kernels."""
-    library: Any = native_library()
     sizes = map(ctypes.c_int64, (num_ranks, slot_bytes, buffer_bytes))
-    num_bytes: int = library.communicator_bytes(*sizes)
+    num_bytes: int = _library().communicator_bytes(*sizes)
     return num_bytes
 
 
@@ -65,7 +67,7 @@ class ShmCommunicator:
     ) -> None:
         """memory: `memory_bytes` of zeros, the same of all ranks. slot_bytes, buffer_bytes:
         multiples of 64."""
-        self._library: Any = native_library()
+        self._library = _library()
         assert self._library is not None, "communicator: wanted the C++ kernels, found none"
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         pointer = self._memory.data_ptr()
@@ -76,9 +78,9 @@ class ShmCommunicator:
 
     def all_reduce(self, x: torch.Tensor) -> bool:
         """Overwrite `x` with the ranks' sum, which is added in float32 and in the ranks' order."""
-        add = native_function("communicator_sum", x.dtype)
-        if add is None or not x.is_contiguous():
+        if x.dtype not in DTYPES or not x.is_contiguous():
             return False
+        add = self._of(x.dtype, "communicator_sum")
         self._check("all_reduce", add(self._at, x.data_ptr(), x.numel()))
         return True
 
@@ -86,9 +88,9 @@ class ShmCommunicator:
         """Fill `out` with this rank's share of the ranks' sum of `x` [T, ...]: of the rows all
         ranks have as many, but the last ones fewer, or none. Where `x` is the user buffer, nothing
         is copied, and `gather_rows` must follow."""
-        add = native_function("communicator_sum_share", x.dtype)
-        if add is None or not x.is_contiguous():
+        if x.dtype not in DTYPES or not x.is_contiguous():
             return False
+        add = self._of(x.dtype, "communicator_sum_share")
         part = self._rows_each(x) * x[0].numel()
         found = add(self._at, x.data_ptr(), out.data_ptr(), x.numel(), part)
         self._check("reduce_scatter", found)
@@ -98,7 +100,7 @@ class ShmCommunicator:
         """Return memory of this rank that `reduce_scatter` reads in place, always the same; None:
         it has no room for such a tensor. It may be written again once a sum has been gathered."""
         size = math.prod(shape) * dtype.itemsize
-        if size > len(self._buffer) or native_function("communicator_sum_share", dtype) is None:
+        if size > len(self._buffer) or dtype not in DTYPES:
             return None
         return self._buffer[:size].view(dtype).view(*shape)
 
@@ -136,6 +138,9 @@ class ShmCommunicator:
         self._check("gather", found)
         return True
 
+    def _of(self, dtype: torch.dtype, name: str) -> Any:
+        return getattr(self._library, f"{name}_{dtype_name(dtype)}")
+
     def _rows_each(self, x: torch.Tensor) -> int:
         return -(-len(x) // int(self._place.ranks))
 
@@ -150,7 +155,21 @@ class ShmCommunicator:
 
 def can_share() -> bool:
     """Return whether this process has the kernels that a communicator needs."""
-    return native_library() is not None
+    return _library() is not None
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the functions of communicator.cpp; None where they cannot be built."""
+    library: Any = native_library(COMMUNICATOR)
+    if library is not None:
+        for name in map(dtype_name, DTYPES):
+            for call, signature in (("sum", _SUM), ("sum_share", _SUM_SHARE)):
+                function = getattr(library, f"communicator_{call}_{name}")
+                function.argtypes, function.restype = signature
+        for call in ("bytes", "broadcast", "gather", "gather_rows"):
+            getattr(library, f"communicator_{call}").restype = ctypes.c_int64
+    return library
 
 
 def _pointer(x: torch.Tensor) -> ctypes.c_void_p:

@@ -1,7 +1,7 @@
 """Build the C++ kernels of this package once, and load them.
 
-1. There are two libraries: products with packed integers are slow to build, and few models need
-   them. Each is built when it is first wanted.
+1. Templates for all dtypes take twice as long to build as those for one, and no model uses more.
+   So there is a library for each part of the sources and dtype, built when it is first wanted.
 2. A key names everything that decides the machine code: sources, compiler, flags, processor. The
    library of that key lies in the cache directory, or is built beside it and renamed. Nodes with
    the same key build it once, and get it from one another as they get compiled pieces.
@@ -24,11 +24,11 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -40,12 +40,28 @@ from compile.scope import ArtifactExchange
 from model.kernels.paged_attention import FP8
 from model.quantization import WeightFormat
 
-KERNELS, INTEGERS = "kernels", "integers"
-"""The libraries: one that all models use, and one for weights that are packed integers."""
 DIRECTORY = "native"
 """Below the cache's root."""
 SOURCES = Path(__file__).parent / "cpp"
-_OF_INTEGERS = "quantized_linear"
+Part = Literal["kernels", "fp8_caches", "integers", "communicator"]
+PARTS: dict[Part, tuple[str, ...]] = {
+    "kernels": (
+        "paged_prefill",
+        "packed_linear",
+        "paged_decode",
+        "latent_decode",
+        "rope_and_write_kv",
+        "rms_norm",
+        "silu_and_mul",
+    ),
+    "fp8_caches": ("paged_prefill", "paged_decode", "rope_and_write_kv"),
+    "integers": ("quantized_linear",),
+    "communicator": ("communicator",),
+}
+"""The sources of each part, those first that take longest to build: what models use, attention to
+caches of e4m3, products with packed integers, and sums of ranks that share memory."""
+DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+"""That kernels are built for, as C++ names them."""
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
 BUILD_TIMEOUT_S = 600.0
@@ -53,15 +69,18 @@ BUILD_TIMEOUT_S = 600.0
 DIGEST_BYTES = 32
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
-    "quantized_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
+_Signature = tuple[list[type], type | None]
+_PRODUCT: _Signature = ([_POINTER] * 5 + [_SIZE] * 3, None)
+_SIGNATURES: dict[str, _Signature] = {
+    "packed_linear": _PRODUCT,
+    "quantized_linear": _PRODUCT,
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
-    "communicator_sum": ([_POINTER] * 2 + [_SIZE], ctypes.c_int64),
-    "communicator_sum_share": ([_POINTER] * 3 + [_SIZE] * 2, ctypes.c_int64),
+    "packed_linear_takes": ([_SIZE], ctypes.c_bool),
+    "packed_linear_tile": ([], _SIZE),
+    "quantized_linear_tile": ([], _SIZE),
 }
-"""Of the kernels that `run` does not call: a step knows most sizes of products beforehand."""
-_KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
+"""Of the functions that `run` does not call: a step knows most sizes of products beforehand."""
+_KERNEL: _Signature = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
 
 logger = logging.getLogger(__name__)
 
@@ -73,44 +92,73 @@ class NativeError(RuntimeError):
 _FAILURES = (NativeError, PrivateDirectoryError, OSError, subprocess.SubprocessError)
 
 
+class Library(NamedTuple):
+    """A part of the sources, compiled for activations of a dtype. Ranks' sums are compiled for all
+    in one: a group shares memory before it knows of any tensor."""
+
+    part: Part = "kernels"
+    dtype: torch.dtype | None = torch.float32
+
+    @property
+    def name(self) -> str:
+        return self.part if self.dtype is None else f"{self.part}-{dtype_name(self.dtype)}"
+
+    @property
+    def sources(self) -> list[Path]:
+        return [SOURCES / f"{stem}.cpp" for stem in PARTS[self.part]]
+
+    @property
+    def flags(self) -> list[str]:
+        of_dtype = [] if self.dtype is None else [f"-DDTYPE={DTYPES[self.dtype]}"]
+        return [*FLAGS, *of_dtype, *(["-DCACHE=fp8"] if self.part == "fp8_caches" else [])]
+
+
+COMMUNICATOR = Library("communicator", None)
+
+
 @functools.cache
-def native_library(name: str = KERNELS) -> ctypes.CDLL | None:
+def native_library(library: Library) -> ctypes.CDLL | None:
     """Return a library, built if need be; None, and a line in the log, where that fails."""
     try:
         # Torch's OpenMP is loaded with torch; the library finds it by name.
-        library = ctypes.CDLL(str(build_library(cache_root() / DIRECTORY, name=name)))
+        return ctypes.CDLL(str(build_library(cache_root() / DIRECTORY, library)))
     except _FAILURES as error:
         message = str(error).splitlines()[0]
-        what = "" if name == KERNELS else " for integers"
-        logger.warning("C++ kernels%s are off, torch functions stand in: %s", what, message)
+        logger.warning(
+            "C++ kernels are off, torch functions stand in for %s: %s", library.name, message
+        )
         return None
-    if name == KERNELS:
-        library.packed_linear_takes.restype = ctypes.c_bool
-        for call in ("bytes", "broadcast", "gather", "gather_rows"):
-            getattr(library, f"communicator_{call}").restype = ctypes.c_int64
-    return library
 
 
-def libraries_for(held: WeightFormat) -> list[str]:
-    """Return the names of the libraries that a model uses whose weights are held so."""
-    return [KERNELS, INTEGERS] if held in ("int8", "int4") else [KERNELS]
+def libraries_for(
+    dtype: torch.dtype, kv_dtype: torch.dtype, held: WeightFormat, *, has_peers: bool
+) -> list[Library]:
+    """Return the libraries of a model that computes in `dtype`, whose weights are held so. Ranks
+    that have peers may share memory with them."""
+    parts: dict[Part, bool] = {
+        "kernels": True,
+        "fp8_caches": kv_dtype == FP8,
+        "integers": held in ("int8", "int4"),
+    }
+    found = [Library(part, dtype) for part, is_used in parts.items() if is_used]
+    return (found if dtype in DTYPES else []) + [COMMUNICATOR] * has_peers
 
 
-def fetch_libraries(exchange: ArtifactExchange | None, held: WeightFormat) -> None:
-    """Have a model's libraries ready, from another node if that has built them; failures are logged
-    once kernels are wanted."""
+def fetch_libraries(exchange: ArtifactExchange | None, libraries: Sequence[Library]) -> None:
+    """Have libraries ready, from another node if that has built them; failures are logged once
+    kernels are wanted."""
 
-    def fetch(name: str) -> None:
+    def fetch(library: Library) -> None:
         with suppress(*_FAILURES):
-            build_library(cache_root() / DIRECTORY, exchange, name=name)
+            build_library(cache_root() / DIRECTORY, library, exchange)
 
-    names = libraries_for(held)
-    with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(fetch, names))
+    if libraries:
+        with ThreadPoolExecutor(len(libraries)) as pool:
+            list(pool.map(fetch, libraries))
 
 
 def build_library(
-    directory: Path, exchange: ArtifactExchange | None = None, *, name: str = KERNELS
+    directory: Path, library: Library, exchange: ArtifactExchange | None = None
 ) -> Path:
     """Return a library in `directory`. If it is missing it is made, or taken from whoever has made
     it already; raises one of `_FAILURES`."""
@@ -119,23 +167,23 @@ def build_library(
         raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
     version = _run([compiler, "--version"]).splitlines()[0]
     make_private(directory)
-    path = directory / f"{name}-{_key(version, name)}.so"
+    path = directory / f"{library.name}-{_key(version, library)}.so"
     # All ranks of a node want it at once.
     with file_lock(path.with_suffix(".lock"), BUILD_TIMEOUT_S):
         if not (path.exists() and _is_whole(path.read_bytes(), str(path))):
-            _write(path, _built_anywhere(compiler, path, exchange, name))
+            _write(path, _built_anywhere(compiler, path, exchange, library))
     return path
 
 
 def _write(path: Path, data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        library = Path(scratch) / path.name
-        library.write_bytes(data)
-        os.replace(library, path)
+        written = Path(scratch) / path.name
+        written.write_bytes(data)
+        os.replace(written, path)
 
 
 def _built_anywhere(
-    compiler: str, path: Path, exchange: ArtifactExchange | None, name: str
+    compiler: str, path: Path, exchange: ArtifactExchange | None, library: Library
 ) -> bytes:
     """Return the library of whoever has built it, which may be this process."""
     data = None if exchange is None else exchange.claim(path.name)
@@ -143,7 +191,7 @@ def _built_anywhere(
         return data
     data = None
     try:
-        data = _built(compiler, path.parent, name)
+        data = _built(compiler, path.parent, library)
         logger.info("built C++ kernels: %s", path)
     finally:
         if exchange is not None:
@@ -151,24 +199,19 @@ def _built_anywhere(
     return data
 
 
-def _sources(name: str) -> list[Path]:
-    found = sorted(SOURCES.glob("*.cpp"))
-    return [path for path in found if (path.stem == _OF_INTEGERS) == (name == INTEGERS)]
-
-
-def _built(compiler: str, directory: Path, name: str) -> bytes:
+def _built(compiler: str, directory: Path, library: Library) -> bytes:
     """Build a library, and return it with a checksum at its end, where no loader reads."""
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        library, sources = Path(scratch) / "kernels.so", _sources(name)
-        objects = [str(library.with_name(f"{source.stem}.o")) for source in sources]
+        linked = Path(scratch) / "library.so"
+        objects = [str(linked.with_name(f"{source.stem}.o")) for source in library.sources]
         commands = [
-            [compiler, *FLAGS, "-c", str(source), "-o", made]
-            for source, made in zip(sources, objects, strict=True)
+            [compiler, *library.flags, "-c", str(source), "-o", made]
+            for source, made in zip(library.sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
-        _run([compiler, "-shared", *objects, "-o", str(library)])
-        data = library.read_bytes()
+        _run([compiler, "-shared", *objects, "-o", str(linked)])
+        data = linked.read_bytes()
     return data + _digest(data)
 
 
@@ -184,10 +227,10 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _key(version: str, name: str = KERNELS) -> str:
-    parts = [version, *FLAGS, platform.machine(), processor()]
+def _key(version: str, library: Library) -> str:
+    parts = [version, *library.flags, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in (*sorted(SOURCES.glob("*.h")), *_sources(name)):
+    for source in (*sorted(SOURCES.glob("*.h")), *library.sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -201,16 +244,18 @@ def _run(command: list[str]) -> str:
 
 
 @functools.cache
-def native_function(name: str, dtype: torch.dtype, suffix: str = "") -> Any:
-    """Return a function of the library for tensors of `dtype`; None where there is none."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return None
-    library = native_library(INTEGERS if name == _OF_INTEGERS else KERNELS)
+def native_function(name: str, dtype: torch.dtype, part: Part = "kernels") -> Any:
+    """Return a function of a part for activations of `dtype`; None where there is none."""
+    library = native_library(Library(part, dtype)) if dtype in DTYPES else None
     if library is None:
         return None
-    found = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}{suffix}")
+    found = getattr(library, name)
     found.argtypes, found.restype = _SIGNATURES.get(name, _KERNEL)
     return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def run(name: str, *tensors: torch.Tensor, scalar: float = 0.0, window: int = 0) -> bool:
@@ -242,11 +287,12 @@ def _prepared(
     where the kernel is not built, where dtypes differ and where a last stride is not 1. Behind
     caches of e4m3 their scales [2, Hkv] come last."""
     first = kinds[0][0]
-    taken, suffix = {first, torch.int32, torch.int64}, ""
+    taken: set[torch.dtype] = {first, torch.int32, torch.int64}
+    part: Part = "kernels"
     (last, shape, _), has_fp8 = kinds[-1], any(dtype == FP8 for dtype, *_ in kinds)
     if has_fp8 and last == torch.float32 and len(shape) == 2:
-        taken, suffix = taken | {FP8, torch.float32}, "_fp8"
-    kernel = native_function(name, first, suffix)
+        taken, part = taken | {FP8, torch.float32}, "fp8_caches"
+    kernel = native_function(name, first, part)
     sizes = [num_threads, window]
     for dtype, shape, strides in kinds:
         if strides[-1] != 1 or dtype not in taken:

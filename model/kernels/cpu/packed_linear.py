@@ -40,13 +40,14 @@ import mmap
 import sys
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from compile.custom_op import direct_register_custom_op
 from compile.graphs.boundary import active, boundary
-from model.kernels.cpu.native import INTEGERS, int64_array, native_function, native_library
+from model.kernels.cpu.native import int64_array, native_function
 from model.kernels.scaled_linear import (
     BlockScaledWeight,
     IntegerWeight,
@@ -89,9 +90,10 @@ class _Entry:
     scaled: ScaledWeight | BlockScaledWeight | None = None
     """All there is of FP8 and FP4 numbers."""
 
-    @property
-    def kernel(self) -> str:
-        return "packed_linear" if self.integers is None else "quantized_linear"
+    def kernel(self, dtype: torch.dtype) -> Any:
+        if self.integers is None:
+            return native_function("packed_linear", dtype)
+        return native_function("quantized_linear", dtype, "integers")
 
 
 _table: dict[int, _Entry] = {}
@@ -122,7 +124,7 @@ class PackedWeight:
             scaled = scaled_weight(weight)
         elif integers is not None:
             tiles = _pack_integers(weight, integers)
-            if native_function("quantized_linear", weight.dtype) is None:
+            if native_function("quantized_linear", weight.dtype, "integers") is None:
                 rows = 0
         elif _is_ours(weight.dtype):
             tiles = _pack(weight)
@@ -182,12 +184,12 @@ def _refusal(dtype: torch.dtype) -> str | None:
 
 def _kernel_rows(tiles: torch.Tensor | None) -> int:
     """Return up to how many rows the kernel multiplies of a weight that oneDNN packed."""
-    library = native_library()
-    if tiles is None or library is None:
+    takes = None if tiles is None else native_function("packed_linear_takes", tiles.dtype)
+    if tiles is None or takes is None:
         return 0
     is_transposed = tiles.shape[3] * tiles.itemsize < 4
     has_amx = tiles.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    if is_transposed or has_amx or not library.packed_linear_takes(tiles.shape[2]):
+    if is_transposed or has_amx or not takes(tiles.shape[2]):
         return 1
     return KERNEL_ROWS
 
@@ -236,10 +238,10 @@ def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    library, kernel = native_library(), native_function("pack_linear", weight.dtype)
-    assert library is not None
+    kernel = native_function("pack_linear", weight.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    outputs, per_word = library.packed_linear_tile(), 4 // weight.itemsize
+    outputs = native_function("packed_linear_tile", weight.dtype)()
+    per_word = 4 // weight.itemsize
     blocks, words = -(-weight.shape[0] // outputs), -(-weight.shape[1] // per_word)
     tiles = weight.new_empty(blocks, words, outputs, per_word)
     pointers = (weight.data_ptr(), tiles.data_ptr())
@@ -248,10 +250,12 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_integers(weight: torch.Tensor, integers: Integers) -> torch.Tensor:
-    library, (*experts, num_outputs, num_inputs) = native_library(INTEGERS), weight.shape
-    outputs = 16 if library is None else library.quantized_linear_tile()
+    *experts, num_outputs, num_inputs = weight.shape
     if is_on_gpu(weight):
         outputs = GPU_TILE_OUTPUTS
+    else:
+        tile = native_function("quantized_linear_tile", weight.dtype, "integers")
+        outputs = 16 if tile is None else tile()
     groups, words = num_inputs // integers.group, -(-integers.group * integers.bits // 32)
     size = (*experts, -(-num_outputs // outputs), groups, 1 + words, outputs)
     if is_on_gpu(weight):
@@ -386,7 +390,7 @@ def _product(
 ) -> torch.Tensor:
     kernel = None
     if x.shape[0] <= entry.kernel_rows:
-        kernel = native_function(entry.kernel, x.dtype)
+        kernel = entry.kernel(x.dtype)
     if kernel is None and entry.integers is not None:
         wide = F.linear(x.float(), _widened(entry), None if bias is None else bias.float())
         return wide.to(x.dtype) if out is None else out.copy_(wide)

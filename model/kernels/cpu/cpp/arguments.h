@@ -60,22 +60,20 @@ bool lie_alike(const Tensor<T>& a, const Tensor<T>& b) {
   return a.dims == b.dims && std::equal(a.stride, a.stride + a.dims, b.stride);
 }
 
-// Exports a kernel under a name. It returns whether it serves what it was given; if not, it has done
-// nothing.
+// What this library is compiled for, of which `native.py` tells the compiler: DTYPE, float or bf16,
+// and CACHE, fp8 if it attends to caches of e4m3.
+#ifndef CACHE
+#define CACHE DTYPE
+#endif
+
+// Exports a kernel under its name. It returns whether it serves what it was given; if not, it has
+// done nothing.
 #define EXPORTED(name, ...)                                                      \
   extern "C" bool name(void* const* data, const int64_t* sizes, float scalar) { \
-    return __VA_ARGS__({data, sizes, scalar});                                   \
+    return name<__VA_ARGS__>({data, sizes, scalar});                             \
   }
 
-// For both dtypes.
-#define KERNEL(name)                    \
-  EXPORTED(name##_float32, name<float>) \
-  EXPORTED(name##_bfloat16, name<bf16>)
+#define KERNEL(name) EXPORTED(name, DTYPE)
 
-// For both, and caches of the same or of e4m3; beside the latter the last tensor has the scales of
-// keys and of values.
-#define CACHE_KERNEL(name)                         \
-  EXPORTED(name##_float32, name<float, float>)     \
-  EXPORTED(name##_bfloat16, name<bf16, bf16>)      \
-  EXPORTED(name##_float32_fp8, name<float, fp8>)   \
-  EXPORTED(name##_bfloat16_fp8, name<bf16, fp8>)
+// Beside a cache of e4m3 the last tensor has the scales of keys and of values.
+#define CACHE_KERNEL(name) EXPORTED(name, DTYPE, CACHE)

@@ -260,25 +260,15 @@ extern "C" {
 // x: [T, I]; bias: [O] or null; out: [T, O], contiguous.
 // sizes: I, O, N (16, 32, 48 or 64), padded I, P; P is 1 for bfloat16 that is transposed, N
 // then O. rows: T; more than one only if packed_linear_takes(N). stride: from row to row of x.
-void packed_linear_float32(const void* x, const void* w, const void* bias, void* out,
-                           const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
-  dispatch<float>(x, w, bias, out, sizes, rows, stride, threads);
-}
-
-void packed_linear_bfloat16(const void* x, const void* w, const void* bias, void* out,
-                            const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
-  dispatch<bf16>(x, w, bias, out, sizes, rows, stride, threads);
+void packed_linear(const void* x, const void* w, const void* bias, void* out, const int64_t* sizes,
+                   int64_t rows, int64_t stride, int64_t threads) {
+  dispatch<DTYPE>(x, w, bias, out, sizes, rows, stride, threads);
 }
 
 // w: [O, I], rows `stride` apart; tiles: [O / N][padded I / P][N][P]; sizes: as above.
-void pack_linear_float32(const void* w, void* tiles, const int64_t* sizes, int64_t stride,
-                         int64_t threads) {
-  pack<float>((const float*)w, stride, (float*)tiles, sizes, threads);
-}
-
-void pack_linear_bfloat16(const void* w, void* tiles, const int64_t* sizes, int64_t stride,
-                          int64_t threads) {
-  pack<bf16>((const bf16*)w, stride, (bf16*)tiles, sizes, threads);
+void pack_linear(const void* w, void* tiles, const int64_t* sizes, int64_t stride,
+                 int64_t threads) {
+  pack((const DTYPE*)w, stride, (DTYPE*)tiles, sizes, threads);
 }
 
 // The outputs of a tile that suits products of many rows best.

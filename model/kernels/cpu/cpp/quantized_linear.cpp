@@ -230,14 +230,9 @@ extern "C" {
 
 // x: [T, I]; bias: [O] or null; out: [T, O], contiguous; w: [O / WIDTH][G][1 + words][WIDTH].
 // sizes: I, O, G, words of a group, bits (8 or 4). rows: T. stride: from row to row of x.
-void quantized_linear_float32(const void* x, const void* w, const void* bias, void* out,
-                              const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
-  dispatch<float>(x, w, bias, out, sizes, rows, stride, threads);
-}
-
-void quantized_linear_bfloat16(const void* x, const void* w, const void* bias, void* out,
-                               const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
-  dispatch<bf16>(x, w, bias, out, sizes, rows, stride, threads);
+void quantized_linear(const void* x, const void* w, const void* bias, void* out,
+                      const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
+  dispatch<DTYPE>(x, w, bias, out, sizes, rows, stride, threads);
 }
 
 // The outputs of a tile.
