@@ -1,7 +1,7 @@
 """Build the C++ kernels of this package once, and load them.
 
-1. Templates for all dtypes take twice as long to build as those for one, and no model uses more.
-   So there is a library for each part of the sources and dtype, built when it is first wanted.
+1. Templates for all dtypes take twice as long to build as those for one, and a model uses one. So
+   there is a library for each part of the sources and each dtype, built when it is first wanted.
 2. A key names everything that decides the machine code: sources, compiler, flags, processor. The
    library of that key lies in the cache directory, or is built beside it and renamed. Nodes with
    the same key build it once, and get it from one another as they get compiled pieces.
@@ -58,8 +58,8 @@ PARTS: dict[Part, tuple[str, ...]] = {
     "integers": ("quantized_linear",),
     "communicator": ("communicator",),
 }
-"""The sources of each part, those first that take longest to build: what models use, attention to
-caches of e4m3, products with packed integers, and sums of ranks that share memory."""
+"""The sources of each part, those first that take longest to build: what every model uses,
+attention to caches of e4m3, products with packed integers, and sums of ranks that share memory."""
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 """That kernels are built for, as C++ names them."""
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
@@ -93,11 +93,11 @@ _FAILURES = (NativeError, PrivateDirectoryError, OSError, subprocess.SubprocessE
 
 
 class Library(NamedTuple):
-    """A part of the sources, compiled for activations of a dtype. Ranks' sums are compiled for all
-    in one: a group shares memory before it knows of any tensor."""
+    """A part of the sources, compiled for activations of a dtype. The communicator has none: its
+    sums are built for all, because ranks share memory before they have tensors."""
 
-    part: Part = "kernels"
-    dtype: torch.dtype | None = torch.float32
+    part: Part
+    dtype: torch.dtype | None
 
     @property
     def name(self) -> str:
@@ -133,8 +133,8 @@ def native_library(library: Library) -> ctypes.CDLL | None:
 def libraries_for(
     dtype: torch.dtype, kv_dtype: torch.dtype, held: WeightFormat, *, has_peers: bool
 ) -> list[Library]:
-    """Return the libraries of a model that computes in `dtype`, whose weights are held so. Ranks
-    that have peers may share memory with them."""
+    """Return the libraries that a rank uses whose model computes in `dtype` with weights held so,
+    and which has peers to share memory with, or none."""
     parts: dict[Part, bool] = {
         "kernels": True,
         "fp8_caches": kv_dtype == FP8,
