@@ -143,11 +143,15 @@ def prompt_step(runner: ModelRunner, num_tokens: int) -> Callable[[], None]:
 
 def packed_bytes() -> int:
     """Return what all packed weights of this process take."""
-    entries = packed_linear._table.values()
-    return sum(
-        torch.ops.mkldnn._nbytes(entry.packed) if entry.tiles is None else entry.tiles.nbytes
-        for entry in entries
-    )
+    return sum(map(_bytes_of, packed_linear._table.values()))
+
+
+def _bytes_of(entry: packed_linear._Entry) -> int:
+    if entry.scaled is not None:
+        return entry.scaled.nbytes
+    if entry.tiles is not None:
+        return entry.tiles.nbytes
+    return int(torch.ops.mkldnn._nbytes(entry.packed))
 
 
 def plain_bytes(model: torch.nn.Module) -> int:
