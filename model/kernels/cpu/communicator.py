@@ -73,14 +73,19 @@ class ShmCommunicator:
         pointer = self._memory.data_ptr()
         self._place = _Place(pointer, rank, num_ranks, slot_bytes, buffer_bytes, timeout_s)
         self._at = ctypes.byref(self._place)
+        names = {dtype: dtype_name(dtype) for dtype in DTYPES}
+        self._sums = {dtype: self._call(f"sum_{name}", _SUM) for dtype, name in names.items()}
+        self._shares = {
+            dtype: self._call(f"sum_share_{name}", _SUM_SHARE) for dtype, name in names.items()
+        }
         first = memory_bytes(num_ranks, slot_bytes, 0) + rank * buffer_bytes
         self._buffer = self._memory[first : first + buffer_bytes]
 
     def all_reduce(self, x: torch.Tensor) -> bool:
         """Overwrite `x` with the ranks' sum, which is added in float32 and in the ranks' order."""
-        if x.dtype not in DTYPES or not x.is_contiguous():
+        add = self._sums.get(x.dtype)
+        if add is None or not x.is_contiguous():
             return False
-        add = self._of(x.dtype, "communicator_sum")
         self._check("all_reduce", add(self._at, x.data_ptr(), x.numel()))
         return True
 
@@ -88,9 +93,9 @@ class ShmCommunicator:
         """Fill `out` with this rank's share of the ranks' sum of `x` [T, ...]: of the rows all
         ranks have as many, but the last ones fewer, or none. Where `x` is the user buffer, nothing
         is copied, and `gather_rows` must follow."""
-        if x.dtype not in DTYPES or not x.is_contiguous():
+        add = self._shares.get(x.dtype)
+        if add is None or not x.is_contiguous():
             return False
-        add = self._of(x.dtype, "communicator_sum_share")
         part = self._rows_each(x) * x[0].numel()
         found = add(self._at, x.data_ptr(), out.data_ptr(), x.numel(), part)
         self._check("reduce_scatter", found)
@@ -100,7 +105,7 @@ class ShmCommunicator:
         """Return memory of this rank that `reduce_scatter` reads in place, always the same; None:
         it has no room for such a tensor. It may be written again once a sum has been gathered."""
         size = math.prod(shape) * dtype.itemsize
-        if size > len(self._buffer) or dtype not in DTYPES:
+        if size > len(self._buffer) or dtype not in self._shares:
             return None
         return self._buffer[:size].view(dtype).view(*shape)
 
@@ -138,8 +143,10 @@ class ShmCommunicator:
         self._check("gather", found)
         return True
 
-    def _of(self, dtype: torch.dtype, name: str) -> Any:
-        return getattr(self._library, f"{name}_{dtype_name(dtype)}")
+    def _call(self, name: str, signature: tuple[list[Any], Any]) -> Any:
+        function = getattr(self._library, f"communicator_{name}")
+        function.argtypes, function.restype = signature
+        return function
 
     def _rows_each(self, x: torch.Tensor) -> int:
         return -(-len(x) // int(self._place.ranks))
@@ -163,10 +170,6 @@ def _library() -> Any:
     """Return the functions of communicator.cpp; None where they cannot be built."""
     library: Any = native_library(COMMUNICATOR)
     if library is not None:
-        for name in map(dtype_name, DTYPES):
-            for call, signature in (("sum", _SUM), ("sum_share", _SUM_SHARE)):
-                function = getattr(library, f"communicator_{call}_{name}")
-                function.argtypes, function.restype = signature
         for call in ("bytes", "broadcast", "gather", "gather_rows"):
             getattr(library, f"communicator_{call}").restype = ctypes.c_int64
     return library
