@@ -85,7 +85,7 @@ class AdapterLoading:
             task.exception()  # its client may have left
 
     async def _load(self, name: str, path: str) -> ServedModel:
-        if self._models.find(name) is not None:
+        if self._models.by_name.get(name) is not None:
             raise FieldError("lora_name", "a name that is free", name)
         directory = Path(path)
         if not directory.is_absolute():
@@ -131,7 +131,7 @@ class AdapterLoading:
 
     def _found(self, adapter: LoraAdapter) -> ServedModel | None:
         """Return the model that it is offered as; None if it is not any more."""
-        found = self._models.find(adapter.name)
+        found = self._models.by_name.get(adapter.name)
         return found if found is not None and found.adapter_id == adapter.id else None
 
     async def _unload(self, name: str) -> None:

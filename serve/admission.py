@@ -73,7 +73,7 @@ class Shares:
 
     def add(self, client: Client, num: int) -> None:
         self.total += num
-        self._held[client] = self.of(client) + num
+        self._held[client] = self._held.get(client, 0) + num
         if not self._held[client]:
             del self._held[client]
 

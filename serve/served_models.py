@@ -9,6 +9,7 @@ long (`Admission.used_adapters`).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.actors.adapter_set import AdapterSet
@@ -26,8 +27,8 @@ class ServedModel:
 
 
 class ServedModels:
-    """Belongs to the event loop of its ingress, but `names` may be read by any thread. Invariant: a
-    name that was there from the start means what it meant then."""
+    """Belongs to the event loop of its ingress. Invariant: a name that was there from the start
+    means what it meant then."""
 
     def __init__(self, settings: ApiSettings) -> None:
         self._created = int(time.time())
@@ -37,17 +38,10 @@ class ServedModels:
             name: ServedModel(name, place, self._created)
             for place, name in enumerate(settings.adapter_names, start=1)
         }
-        self._loaded: dict[str, ServedModel] = {}
+        self.by_name: Mapping[str, ServedModel] = self._fixed
+        """Replaced, never changed: any thread may read it."""
         self.revision = 0
         """Of the `AdapterSet` that was seen last."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self._fixed, *self._loaded)
-
-    def find(self, name: str | None) -> ServedModel | None:
-        """Return what a request means by a model's name; None if nothing has it."""
-        return self.base if name is None else self._fixed.get(name) or self._loaded.get(name)
 
     def is_fixed(self, name: str) -> bool:
         return name in self._fixed
@@ -60,9 +54,9 @@ class ServedModels:
         """Take what the status board says; answers may come in any order."""
         if adapters.revision < self.revision:
             return
-        known = {each.adapter_id: each for each in self._loaded.values()}
+        known = {each.adapter_id: each for each in self.by_name.values()}
         self.revision = adapters.revision
-        self._loaded = {
+        self.by_name = self._fixed | {
             each.name: known.get(each.id) or ServedModel(each.name, each.id, int(time.time()))
             for each in adapters.offered
             if each.name not in self._fixed

@@ -47,6 +47,10 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset((*of_reasoning, *(self.tools.markers if self.tools else ())))
 
 
+ALL_CONTENT = AnswerFormat()
+"""Of an answer in which nothing is looked for."""
+
+
 class AnswerDelta(NamedTuple):
     reasoning: str
     content: str
@@ -59,7 +63,9 @@ class AnswerParser:
     """Divides one answer's text. Calls are looked for after the reasoning only."""
 
     def __init__(self, answer_format: AnswerFormat, prompt_end: str) -> None:
-        self._reasoning = ReasoningParser(answer_format.reasoning, prompt_end)
+        self._reasoning: ReasoningParser | None = None
+        if answer_format.reasoning is not ReasoningFormat.NONE:
+            self._reasoning = ReasoningParser(answer_format.reasoning, prompt_end)
         self._tools: ToolParser | None = None
         names, parallel = frozenset(answer_format.names), answer_format.parallel
         if answer_format.forced_name is not None:
@@ -72,7 +78,7 @@ class AnswerParser:
     @property
     def num_reasoning_chars(self) -> int:
         """Characters of the text that are reasoning or its markers."""
-        return self._reasoning.num_chars
+        return 0 if self._reasoning is None else self._reasoning.num_chars
 
     @property
     def has_calls(self) -> bool:
@@ -80,10 +86,12 @@ class AnswerParser:
 
     def push(self, text: str, *, is_last: bool) -> AnswerDelta:
         """Add text; return what is certain of it, which is everything with the last one."""
-        reasoning, text = self._reasoning.push(text)
-        if is_last:
-            left, content = self._reasoning.finish()
-            reasoning, text = reasoning + left, text + content
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text)
+            if is_last:
+                left, content = self._reasoning.finish()
+                reasoning, text = reasoning + left, text + content
         if self._tools is None:
             return AnswerDelta(reasoning, text, [])
         content, calls = self._tools.push(text)
@@ -106,7 +114,7 @@ class ReasoningParser:
     def __init__(self, reasoning_format: ReasoningFormat, prompt_end: str) -> None:
         """Begin an answer; the end of its prompt says whether reasoning is open."""
         end = prompt_end.rstrip(SPACE)
-        is_closed = end.endswith(CLOSER) or reasoning_format is ReasoningFormat.NONE
+        is_closed = end.endswith(CLOSER)
         self._state = _ReasoningState.CONTENT if is_closed else _ReasoningState.BEGINNING
         self._is_open = end.endswith(OPENER) or reasoning_format is ReasoningFormat.DEEPSEEK_R1
         self._pending = ""

@@ -108,7 +108,7 @@ class Handlers:
         """The names that the model had when it was written, and the document."""
 
     async def openapi(self, request: Request) -> Response:
-        names, settings = self._serving.models.names, self._serving.settings
+        names, settings = tuple(self._serving.models.by_name), self._serving.settings
         if self._openapi is None or self._openapi[0] != names:
             self._openapi = names, await asyncio.to_thread(openapi.document, settings, names)
         return Response(self._openapi[1], media_type="application/json")
@@ -119,7 +119,7 @@ class Handlers:
         raise ApiError(501, f"path: {wanted}; this server generates text only")
 
     async def models(self, request: Request) -> Response:
-        names = self._serving.models.names
+        names = self._serving.models.by_name
         return json_response(ModelList(data=[self._card(name) for name in names]))
 
     async def model(self, request: Request) -> Response:

@@ -16,6 +16,7 @@ from compile.errors import FieldError, Words
 from serve.config import ApiSettings
 from serve.event_loop import Check
 from serve.openai.answer_parser import (
+    ALL_CONTENT,
     CLOSER,
     OPENER,
     TAIL_TOKENS,
@@ -79,15 +80,16 @@ class ConversationRenderer:
     ) -> None:
         """Read a request; raises ApiError and FieldError."""
         self.size = _checked_size(request, settings, tokenizer)
-        answers = _answer_format(request, settings, tokenizer)
         params = request.sampling_params()
+        answers = _answer_format(request, settings, tokenizer)
         self.id = f"{id_prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = ""
         self.request = request
         self.params = with_forced_calls(request, params) if answers.is_forced else params
-        markers = answers.markers
-        self.shown_token_ids = tokenizer.special_ids_of(markers) if markers else frozenset()
+        self.shown_token_ids: frozenset[int] = frozenset()
+        if answers != ALL_CONTENT:
+            self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
         self._tokenizer = tokenizer
         self._answers = answers
 

@@ -111,7 +111,6 @@ async def respond(serving: Serving, endpoint: Endpoint, request: Request) -> Res
 async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
     With ApiError and Overloaded it is refused, and the rest of its body discarded."""
-    await serving.throttle.wait()
     slot: AdmissionSlot | None = None
     limit = serving.settings.args.max_body_bytes
     try:
@@ -119,6 +118,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Admis
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit, length[:20])
+        await serving.throttle.wait()
         slot = serving.admission.enter(request.state.record.client)
         return tokenizer, slot, await _read(serving, request, slot, limit)
     except BaseException as error:
@@ -140,8 +140,9 @@ def require_ready(serving: Serving) -> Tokenizer:
 
 def require_model(serving: Serving, name: str | None) -> ServedModel:
     """Return what `name` means, the model itself if it is left out; ApiError: nothing has it."""
-    if (found := serving.models.find(name)) is None:
-        wanted = " or ".join(serving.models.names)
+    models = serving.models
+    if (found := models.base if name is None else models.by_name.get(name)) is None:
+        wanted = " or ".join(models.by_name)
         raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
     return found
 

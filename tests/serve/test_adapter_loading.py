@@ -329,7 +329,7 @@ async def test_all_ingresses_offer_an_adapter_that_one_has_loaded(
         assert all([each.name for each in r.group.told] == ["sql"] for r in application.replicas)
         assert await application.names() == ["lockstep-tiny", "fixed", "sql"]
         models = application.cores[1].serving.models
-        await until(lambda: models.find("sql"))
+        await until(lambda: models.by_name.get("sql"))
         assert (await application.ask("GET", "/v1/models/sql", at=1)).json()["parent"]
         document = (await application.ask("GET", "/openapi.json", at=1)).json()
         of_chat = document["components"]["schemas"]["ChatRequest"]["properties"]
@@ -343,7 +343,7 @@ async def test_all_ingresses_offer_an_adapter_that_one_has_loaded(
         answer = await application.unload("sql", at=1)
         assert answer.json() == {"id": "sql", "object": "model", "deleted": True}
         assert await application.names(1) == ["lockstep-tiny", "fixed"]
-        await until(lambda: not application.cores[0].serving.models.find("sql"))
+        await until(lambda: not application.cores[0].serving.models.by_name.get("sql"))
         assert (await application.complete("sql")).status_code == 404
         await until(lambda: not any(each.group.told for each in application.replicas))
         document = (await application.ask("GET", "/openapi.json", at=1)).json()
@@ -358,7 +358,7 @@ async def test_requests_that_run_keep_an_adapter_that_is_unloaded(
     other = write_adapter(tmp_path / "other")
     async with running(2) as application:
         await application.load("sql", sql)
-        await until(lambda: application.cores[1].serving.models.find("sql"))
+        await until(lambda: application.cores[1].serving.models.by_name.get("sql"))
         asking = application.complete("sql", at=1)
         await until(lambda: application.submitted)
         assert (await application.unload("sql")).status_code == 200
@@ -367,7 +367,7 @@ async def test_requests_that_run_keep_an_adapter_that_is_unloaded(
         assert answer.status_code == 200, answer.text
         answer = await application.load("more", other)
         assert answer.status_code == 400 and "1 of them until its last request ends" in answer.text
-        await until(lambda: application.cores[1].serving.models.find("sql"))
+        await until(lambda: application.cores[1].serving.models.by_name.get("sql"))
         told = [each.id for each in application.replicas[0].group.told]
         assert told == [FIRST_LOADED_ID + 1, FIRST_LOADED_ID]
         assert application.finish()[0][1] == FIRST_LOADED_ID
@@ -445,7 +445,7 @@ async def test_an_adapter_that_an_engine_cannot_load_is_nowhere(
         loading = asyncio.create_task(application.load("sql", sql))
         await until(lambda: application.replicas[1].group.told)
         loading.cancel()
-        await until(lambda: application.cores[1].serving.models.find("sql"))
+        await until(lambda: application.cores[1].serving.models.by_name.get("sql"))
         loading = asyncio.create_task(
             by_http.load_by_handle(application.cores[0].serving, "more", str(sql))
         )

@@ -163,10 +163,10 @@ def test_a_model_is_known_by_what_its_checkpoint_holds(
 def test_a_model_has_the_names_that_are_given(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "my-model").symlink_to(tiny_checkpoint)
     config = deploy_config({"model": str(tmp_path / "my-model")})
-    assert ServedModels(config.api).names == ("my-model",)
+    assert tuple(ServedModels(config.api).by_name) == ("my-model",)
     for given in (["large", "gpt-4o"], '["large", "gpt-4o"]', "large, gpt-4o"):
         config = deploy_config({"served_model_name": given})
-        assert ServedModels(config.api).names == ("large", "gpt-4o")
+        assert tuple(ServedModels(config.api).by_name) == ("large", "gpt-4o")
         assert config.api.served_model_name == "large"
 
 
