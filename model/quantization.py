@@ -20,7 +20,7 @@ from compile.formats import FP4_BLOCK, FP8_GROUP
 from model.fields import LARGEST_INDEX, Source, convert, says
 
 FIELD = "quantization_config"
-WeightFormat = Literal["none", "int8", "int4", "fp8", "nvfp4"]
+WeightFormat = Literal["none", "int8", "w8a8", "int4", "fp8", "nvfp4"]
 """What linear layers hold: numbers of the model's dtype, integers, FP8 or FP4 numbers."""
 NVFP4 = "nvfp4-pack-quantized"
 MOST_SHARE = 128
@@ -51,6 +51,8 @@ class Quantization:
     """Tensors beside a weight that only quantized activations would need."""
     has_input_scales: bool = False
     """Whether activations are meant to be FP4, too, by a scale that is stored beside a weight."""
+    rounds_tokens: bool = False
+    """Whether those of each token are meant to be integers of 8 bits with a scale of their own."""
 
     @property
     def own_format(self) -> WeightFormat:
@@ -78,6 +80,9 @@ class Integers:
 
     bits: int
     group: int
+    rounds_tokens: bool = False
+    """Its inputs are integers of 8 bits as well, the largest of a token as 127. With 8 bits and one
+    group alone."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,9 @@ Form = Integers | Float8 | Float4
 
 def form_for(held: WeightFormat, num_inputs: int) -> Form | None:
     """Return how a layer of so many inputs on this rank holds its weight, None as it is read: FP8,
-    FP4, 8 bits with one scale for an output, or 4 bits with one for 128 inputs of it, or for as
-    many of 120, 112 and so on as divide the inputs. A FieldError if it cannot."""
+    FP4, 8 bits with one scale for an output (w8a8: and one for each token), or 4 bits with one for
+    128 inputs of an output, or for as many of 120, 112 and so on as divide the inputs. A FieldError
+    if it cannot."""
     if held == "none":
         return None
     if held == "fp8":
@@ -111,6 +117,8 @@ def form_for(held: WeightFormat, num_inputs: int) -> Form | None:
             wanted = f"none where inputs of layers are no multiple of {FP4_BLOCK} on a rank"
             raise FieldError("quantization", wanted, Words(f"nvfp4 and {num_inputs} inputs"))
         return Float4()
+    if held == "w8a8":
+        return Integers(8, num_inputs, rounds_tokens=True)
     if held == "int8" or num_inputs <= MOST_SHARE:
         return Integers(8 if held == "int8" else 4, num_inputs)
     for group in range(MOST_SHARE, 0, -8):
@@ -142,6 +150,13 @@ class _Weights(msgspec.Struct):
 
 class _Activations(msgspec.Struct):
     dynamic: Annotated[bool | Literal["local"], says("true, false or local")] = False
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+
+
+_INTEGERS_OF_A_TOKEN = _Activations(dynamic=True, strategy="token")
 
 
 class _Group(msgspec.Struct):
@@ -236,6 +251,7 @@ def _of_compressed_tensors(file: _CompressedTensors) -> Quantization:
         plain_patterns=(*patterns, *(f"{re.escape(n)}$" for n in plain if n[:3] != "re:")),
         unused=("input_scale", "input_zero_point") if is_static else (),
         has_input_scales=is_fp4 and inputs is not None and inputs.dynamic == "local",
+        rounds_tokens=file.format == "int-quantized" and inputs == _INTEGERS_OF_A_TOKEN,
     )
 
 

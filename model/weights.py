@@ -401,6 +401,8 @@ def load_model(
     cache will be FP8, and attention gets its scales. `quantization`: what linear layers hold.
     `has_mtp`: with its MTP layer."""
     place = Placement(dtype, torch.device(device), shard, quantization)
+    if place.device.type == "cpu" and quantization in ("fp8", "nvfp4"):
+        log.warning("a CPU widens %s numbers in each step, which is slow", quantization)
     model, config = _described_model(checkpoint_dir, place, has_mtp=has_mtp)
     load_weights(model, checkpoint_dir, progress)
     load_kv_scales(model, Path(checkpoint_dir), place, is_used=has_fp8_kv)
@@ -456,6 +458,8 @@ def _described_model(
     if stored and (place.quantization == "none" or place.quantization != stored.own_format):
         name = str(place.dtype).removeprefix("torch.")
         log.info("weights that are stored as %s are computed in %s", stored.layout, name)
+        if stored.rounds_tokens and place.device.type == "cpu" and place.quantization != "w8a8":
+            log.info("with quantization=w8a8 they are multiplied as they are stored, and faster")
     if place.quantization == "nvfp4" and not (stored and stored.has_input_scales):
         wanted = f"none where no input_global_scale is stored: it takes {NVFP4} with activations"
         raise FieldError("quantization", wanted, "nvfp4")

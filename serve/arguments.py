@@ -72,7 +72,7 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], says("auto, float32, bfloat16, float16")
 ]
 Quantization = Annotated[
-    Literal["auto"] | WeightFormat, says("auto, none, int8, int4, fp8 or nvfp4")
+    Literal["auto"] | WeightFormat, says("auto, none, int8, w8a8, int4, fp8 or nvfp4")
 ]
 KVCacheDtype = Annotated[Literal["auto", "fp8", "fp8_e4m3"], says("auto, fp8 or fp8_e4m3")]
 LogFormat = Literal["text", "json"]
@@ -251,12 +251,15 @@ class DeployArgs(EngineArgs, frozen=True):
     """`int8` or `int4`: linear layers of attention and MLPs, experts too, hold integers with
     scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
     tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
+    `w8a8`, on a CPU: `int8` whose inputs are rounded as well, each token by a scale of its own, as
+    the makers of such checkpoints mean it; many rows are then multiplied twice as fast.
     `fp8`: half the memory, the checkpoint's numbers where they are FP8; inputs of these layers
     are rounded as well, each token, or each 128 inputs of it, by a scale of its own. `nvfp4`:
     FP4 numbers as a checkpoint of format `nvfp4-pack-quantized` has them, a quarter of the
-    memory, and inputs rounded by its scales. `none`: numbers of `dtype`. Embeddings, head and
-    routers always are that. `auto`: on a GPU `fp8` or `nvfp4` where a checkpoint has such
-    numbers, otherwise `none`."""
+    memory, and inputs rounded by its scales. A CPU has no products of either and widens them in
+    each step: right, but up to sixty times slower than `none`. `none`: numbers of `dtype`.
+    Embeddings, head and routers always are that. `auto`: on a GPU `fp8` or `nvfp4` where a
+    checkpoint has such numbers, otherwise `none`."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """`fp8` or `fp8_e4m3`: KV takes a byte a number, so that twice as many blocks fit as with
     `bfloat16`, and tokens may differ; by the checkpoint's scales `k_scale` and `v_scale`, or 1.

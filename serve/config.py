@@ -474,6 +474,8 @@ def _adapter_names(engine: EngineConfig, model_names: tuple[str, ...]) -> tuple[
 
 
 def _held_weights(args: DeployArgs, model: ModelConfig, device: str) -> WeightFormat:
+    if args.quantization == "w8a8" and device == "cuda":
+        raise FieldError("quantization", "another one on a GPU, where w8a8 is not built", "w8a8")
     if args.quantization != "auto":
         return args.quantization
     stored = model.quantization

@@ -2,6 +2,7 @@
 
     python examples/bench/quantized_weights.py [--layers 24] [--batches 1 8 32] [--prompt 512]
         [--rounds 15] [--turn 5] [--threads 1] [--context 128] [--dtype bfloat16]
+        [--kinds int8 w8a8 int4 fp8]
 
 A random model of the shape of Qwen2.5-0.5B is loaded as each kind. All are in one process and take
 turns in every round, at compilation level 0, so a neighbour on the machine slows all of them.
@@ -45,7 +46,7 @@ from model.kernels.cpu import packed_linear  # noqa: E402
 from model.quantization import WeightFormat  # noqa: E402
 from model.weights import load_model  # noqa: E402
 
-KINDS: tuple[WeightFormat, ...] = ("none", "int8", "int4", "fp8")
+KINDS: tuple[WeightFormat, ...] = ("int8", "w8a8", "int4", "fp8")
 
 
 def main() -> None:
@@ -61,18 +62,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="beside none")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         write_checkpoint(path, options.layers)
-        loads = load_seconds(path, options.dtype)
+        kinds: list[WeightFormat] = ["none", *options.kinds]
+        loads = load_seconds(path, options.dtype, kinds)
         runners, held = {}, {}
-        for kind in KINDS:
+        for kind in kinds:
             before = packed_bytes()
             runners[kind] = runner_of(path, kind, options)
             held[kind] = packed_bytes() - before + plain_bytes(runners[kind].model)
-    rates: dict[WeightFormat, list[float]] = {kind: [] for kind in KINDS}
+    rates: dict[WeightFormat, list[float]] = {kind: [] for kind in kinds}
     for count in options.batches:
         decodes = {k: our_steps(r, count, options.context) for k, r in runners.items()}
         for kind, took in alternate(decodes, options.rounds, options.turn).items():
@@ -82,7 +85,7 @@ def main() -> None:
         rates[kind].append(options.prompt / took)
     columns = [*(f"{n} streams" for n in options.batches), f"prompt of {options.prompt}"]
     print(f"{'':>6}{'MB':>8}{'load':>8}" + "".join(f"{column:>18}" for column in columns))
-    for kind in KINDS:
+    for kind in kinds:
         line = f"{kind:>6}{held[kind] / 1e6:8.0f}{loads[kind]:8.2f}"
         for rate, base in zip(rates[kind], rates["none"], strict=True):
             line += f"{f'{rate:.1f} ({rate / base:.2f})':>18}"
@@ -99,9 +102,9 @@ def write_checkpoint(path: Path, layers: int) -> None:
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
 
 
-def load_seconds(path: Path, dtype: str) -> dict[WeightFormat, float]:
+def load_seconds(path: Path, dtype: str, kinds: list[WeightFormat]) -> dict[WeightFormat, float]:
     """Return the median time of loads of each kind, which take turns; a first turn warms up."""
-    seconds: dict[WeightFormat, list[float]] = {kind: [] for kind in KINDS}
+    seconds: dict[WeightFormat, list[float]] = {kind: [] for kind in kinds}
     for turn in range(4):
         for kind, found in seconds.items():
             began = time.perf_counter()

@@ -30,10 +30,10 @@ from model.weights import blank_model, load_model
 from serve.llm import LLM, SamplingParams
 
 KINDS_HELD: tuple[WeightFormat, WeightFormat] = ("int8", "int4")
-FORMS: tuple[WeightFormat, ...] = (*KINDS_HELD, "fp8")
-FP8_BOUND = 0.25
+FORMS: tuple[WeightFormat, ...] = (*KINDS_HELD, "w8a8", "fp8")
+ROUNDED_BOUND = 0.25
 """Of what rounding changes in logits: what another order of summation changes in the last bit may
-tip an input over to the next number, a sixteenth further."""
+tip an input over to the next number: with FP8 a sixteenth further."""
 PARTS = (slice(0, 4), slice(4, 5), slice(5, 6))
 DTYPES = (torch.float32, torch.bfloat16)
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -131,6 +131,69 @@ def test_products_are_those_of_rounded_weights_whatever_rows_stand_beside(
     held: WeightFormat, dtype: torch.dtype, rows: int, outputs: int, inputs: int, seed: int
 ) -> None:
     multiplies(held, dtype, rows, (outputs, inputs), seed)
+
+
+@pytest.mark.feature("S08")
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 130),
+    outputs=st.integers(1, 150),
+    inputs=st.integers(1, 1100),
+    threads=st.sampled_from((1, 2)),
+    seed=st.integers(0, 99),
+)
+@example(dtype=torch.bfloat16, rows=1, outputs=509, inputs=4864, threads=2, seed=1)
+@example(dtype=torch.float32, rows=200, outputs=509, inputs=4863, threads=2, seed=0)
+def test_integers_times_integers_are_exact_whatever_rows_stand_beside(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, threads: int, seed: int
+) -> None:
+    """A row of zeros stays zero, and numbers that are infinite or none stay in their row."""
+    if native.native_function("quantized_linear", dtype, "integers") is None:
+        pytest.skip("needs a C++ compiler")
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    weight[0] = 0
+    bias = torch.randn(outputs, generator=generator).to(dtype) if seed % 2 else None
+    wide = torch.full((rows, inputs + 3), torch.nan, dtype=dtype)
+    x = wide[:, :inputs].copy_(torch.randn(rows, inputs, generator=generator) * 9)
+    x[3:4], x[5:6] = 0, 1  # the second one is 127 throughout
+    made = packed(weight, "w8a8")
+    torch.set_num_threads(threads)
+    try:
+        found = packed_linear(x, made.handle, bias, outputs)
+    finally:
+        torch.set_num_threads(1)
+    of_tokens, numbers = integers_of(x)
+    of_outputs, integers = integers_of(weight)
+    sums = F.linear(numbers.double(), integers.double()).float()
+    wanted = sums * (of_outputs.t() * of_tokens)
+    assert torch.equal(found, (wanted if bias is None else wanted + bias.float()).to(dtype))
+    x[rows // 2, inputs // 2] = (torch.nan, torch.inf)[seed % 2]
+    odd = packed_linear(x, made.handle, bias, outputs)
+    assert odd[rows // 2].isnan().all()
+    others = torch.arange(rows) != rows // 2
+    assert torch.equal(odd[others], found[others])
+
+
+def integers_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales [N, 1] of rows, and their numbers, whose largest is 127."""
+    scales = rows.float().abs().amax(-1, keepdim=True) / 127
+    return scales, (rows.float() / scales.masked_fill(scales == 0, 1)).round()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_torch_rounds_tokens_where_no_kernel_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "native_function", lambda *_: None)
+    weight, x = torch.randn(37, 272).to(dtype), torch.randn(3, 272).to(dtype)
+    x[1] = 0
+    made = packed(weight, "w8a8")
+    for bias in (None, torch.randn(37).to(dtype)):
+        found = packed_linear(x, made.handle, bias, 37)
+        assert found.dtype == dtype
+        assert_equal_to_rounding(found, rounded(x, "w8a8"), rounded(weight, "w8a8"), bias)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
@@ -291,13 +354,14 @@ def test_logits_are_those_of_a_model_with_rounded_weights(
 
 @pytest.mark.feature("S08")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("held", ["fp8", "w8a8"])
 def test_logits_are_those_of_a_model_with_rounded_weights_and_inputs(
-    family: str, make_checkpoint: Any, paged: Any
+    held: WeightFormat, family: str, make_checkpoint: Any, paged: Any
 ) -> None:
     """An input that another order of summation tips over changes its sequence, few of them."""
     path, reference = make_checkpoint(family=family, **FAMILIES[family])
-    wanted_model = rounded_model(reference, "fp8")
-    model, _ = load_model(path, dtype=torch.float32, device="cpu", quantization="fp8")
+    wanted_model = rounded_model(reference, held)
+    model, _ = load_model(path, dtype=torch.float32, device="cpu", quantization=held)
     prompts = torch.randint(509, (8, 6), generator=torch.Generator().manual_seed(1))
     runner = paged(model)
     steps = [{str(i): ids[part] for i, ids in enumerate(prompts)} for part in PARTS]
@@ -306,7 +370,7 @@ def test_logits_are_those_of_a_model_with_rounded_weights_and_inputs(
         wanted, plain = (m(prompts).logits for m in (wanted_model, reference))
     errors = (torch.cat(logits, 1) - wanted).abs().amax((1, 2))
     assert (errors < 2e-4).sum() >= 5, errors
-    assert errors.max() < FP8_BOUND * (wanted - plain).abs().max(), errors
+    assert errors.max() < ROUNDED_BOUND * (wanted - plain).abs().max(), errors
 
 
 @pytest.mark.parametrize("held", FORMS)
@@ -320,6 +384,29 @@ def test_a_quantized_checkpoint_is_held_as_the_plain_one(
         model, _ = load_model(path, dtype=torch.float32, device="cpu", quantization=held)
         logits.append(paged(model).step({"a": ids})["a"])
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "is_told"),
+    [
+        ("int by channel", "none", True),
+        ("int by channel", "int8", True),
+        ("int by channel", "w8a8", False),
+        ("gptq 8 by channel", "none", False),
+    ],
+)
+def test_who_reads_integers_that_are_meant_to_meet_integers_is_told(
+    kind: str,
+    held: WeightFormat,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    path, _ = write(TINY, KINDS[kind], tmp_path)
+    with caplog.at_level(logging.INFO, logger="lockstep.model"):
+        load_model(path, dtype=torch.float32, device="cpu", quantization=held)
+    line = "with quantization=w8a8 they are multiplied as they are stored, and faster"
+    assert (line in caplog.messages) == is_told
 
 
 @pytest.mark.parametrize("held", FORMS)
@@ -385,8 +472,8 @@ def test_the_bundled_model_is_served(
     for prompt, tokens in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        if held == "fp8":
+        if held in ("fp8", "w8a8"):
             gaps = logits.amax(-1) - logits[range(len(tokens)), tokens]
-            assert (gaps == 0).float().mean() > 0.8 and gaps.max() < FP8_BOUND, gaps
+            assert (gaps == 0).float().mean() > 0.8 and gaps.max() < ROUNDED_BOUND, gaps
         else:
             assert tokens == logits.argmax(-1).tolist()

@@ -381,7 +381,7 @@ def test_a_gpu_holds_short_floats_as_a_checkpoint_has_them(
     assert {pool.engine.quantization for pool in config.pools} == {held}
 
 
-HELD = ("int8", "int4", "fp8")
+HELD = ("int8", "w8a8", "int4", "fp8")
 
 
 @pytest.mark.feature("S08", "X08")
@@ -396,7 +396,7 @@ def test_integers_of_two_ranks_are_others_than_those_of_one() -> None:
         assert numerics(1, kind) == numerics(2, kind)
     assert numerics(1, "none") != numerics(1, "nvfp4")
     assert numerics(1, "none") == numerics(1, "auto")
-    assert len({numerics(size, kind) for size in (1, 2) for kind in HELD}) == 6
+    assert len({numerics(size, kind) for size in (1, 2) for kind in HELD}) == 8
 
 
 @pytest.mark.feature("T05", "D04")
@@ -576,7 +576,11 @@ def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
         ),
         (
             {"quantization": "fp4"},
-            "quantization: wanted auto, none, int8, int4, fp8 or nvfp4, found",
+            "quantization: wanted auto, none, int8, w8a8, int4, fp8 or nvfp4, found",
+        ),
+        (
+            {"quantization": "w8a8", "device": "cuda"},
+            "quantization: wanted another one on a GPU, where w8a8 is not built, found 'w8a8'",
         ),
         ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
         ({"prefix_cache_sharing": "no"}, "prefix_cache_sharing: wanted key or all, found 'no'"),

@@ -138,7 +138,7 @@ def libraries_for(
     parts: dict[Part, bool] = {
         "kernels": True,
         "fp8_caches": kv_dtype == FP8,
-        "integers": held in ("int8", "int4"),
+        "integers": held in ("int8", "w8a8", "int4"),
     }
     found = [Library(part, dtype) for part, is_used in parts.items() if is_used]
     return (found if dtype in DTYPES else []) + [COMMUNICATOR] * has_peers

@@ -13,7 +13,8 @@ built, never by a measurement, so a restart on the same machine rounds as the la
    element went (`_tiles_of`); where they cannot be found, oneDNN does all. Where AMX multiplies,
    the kernel takes one row of bfloat16 only.
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
-4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies.
+4. Integers with scales are packed here, whatever the processor, and another C++ kernel multiplies;
+   where a form rounds tokens, it rounds the inputs first and multiplies integers with integers.
    Without the kernels a weight becomes float32 for each product. On a GPU a Triton kernel reads the
    same tiles (`triton/integers.py`).
 5. FP8 and FP4 numbers with scales lie in the table as torch multiplies them (`scaled_linear.py`).
@@ -304,13 +305,21 @@ def _widened(entry: _Entry) -> torch.Tensor:
     return weight.flatten(2).flatten(0, 1)[: entry.out_features]
 
 
+def _rounded_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return x [T, I] as the integers of 8 bits that stand for each token, times their scale."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True) / LARGEST[8]
+    return (wide / torch.where(scales > 0, scales, 1.0)).round_() * scales
+
+
 def _sizes(
     tiles: torch.Tensor, shape: tuple[int, ...], integers: Integers | None = None
 ) -> ctypes.Array[ctypes.c_int64]:
     num_outputs, num_inputs = shape[-2:]
     if integers is not None:
         groups, words = tiles.shape[-3:-1]
-        return int64_array(num_inputs, num_outputs, groups, words - 1, integers.bits)
+        rounds = integers.rounds_tokens
+        return int64_array(num_inputs, num_outputs, groups, words - 1, integers.bits, rounds)
     _, words, tile_outputs, per_word = tiles.shape
     return int64_array(num_inputs, num_outputs, tile_outputs, words * per_word, per_word)
 
@@ -392,7 +401,8 @@ def _product(
     if x.shape[0] <= entry.kernel_rows:
         kernel = entry.kernel(x.dtype)
     if kernel is None and entry.integers is not None:
-        wide = F.linear(x.float(), _widened(entry), None if bias is None else bias.float())
+        wide_x = _rounded_tokens(x) if entry.integers.rounds_tokens else x.float()
+        wide = F.linear(wide_x, _widened(entry), None if bias is None else bias.float())
         return wide.to(x.dtype) if out is None else out.copy_(wide)
     if kernel is None:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(

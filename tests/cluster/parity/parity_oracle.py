@@ -380,7 +380,7 @@ class Oracle:
             for each in merged:
                 for weight, plain, found in zip(*parameters(each, self.model, model), strict=True):
                     weight += found - plain
-        is_rounded = held in ("fp8", "nvfp4")
+        is_rounded = held in ("fp8", "nvfp4", "w8a8")
         return replace(self, path=path, model=model, merged=merged, has_rounded_inputs=is_rounded)
 
     @torch.inference_mode()

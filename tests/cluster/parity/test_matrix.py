@@ -332,6 +332,9 @@ def integers() -> Iterator[Any]:
     yield held("fp8", Row("six heads", "run down", mode=FULL))
     yield held("fp8", Row("one kv head", "few", 2, mode=DECODE_ONLY), True)
     yield held("fp8", Row("mixtral tied eight experts", "run down", 1, 2), True)
+    yield held("w8a8", Row("six heads", "run down", mode=FULL))
+    yield held("w8a8", Row("one kv head", "few", 2, mode=DECODE_ONLY), True)
+    yield held("w8a8", Row("mixtral tied eight experts", "run down", 1, 2), True)
     yield held("nvfp4", Row("whole blocks of 16", "run down", mode=FULL))
     yield held("nvfp4", Row("whole blocks of 16", "few", 2, mode=DECODE_ONLY), True)
     for shape in COMPILED:

@@ -141,7 +141,7 @@ def test_which_gpu_a_rank_has_is_not_in_the_key(tiny_checkpoint: Path) -> None:
 
 @pytest.mark.feature("S08")
 def test_what_linear_layers_hold_is_in_the_key(tiny_checkpoint: Path) -> None:
-    kinds: tuple[WeightFormat, ...] = ("none", "int8", "int4", "fp8", "nvfp4")
+    kinds: tuple[WeightFormat, ...] = ("none", "int8", "w8a8", "int4", "fp8", "nvfp4")
     pools = graph_pools(CompilationConfig(), torch.device("cpu"))
     group = GroupMembership(None, Shard())
     factors = []

@@ -19,7 +19,7 @@ EXPERTS = ("gate_up_proj", "down_proj")
 
 def group_of(held: str, num_inputs: int) -> int:
     """Return how many inputs of an output share a scale."""
-    if held == "int8" or num_inputs <= 128:
+    if held in ("int8", "w8a8") or num_inputs <= 128:
         return num_inputs
     return max(size for size in range(8, 129, 8) if num_inputs % size == 0)
 
@@ -30,7 +30,7 @@ def rounded(weight: torch.Tensor, held: str, ranks: int = 1) -> torch.Tensor:
         return rounded_fp8(weight, ranks)
     if held == "nvfp4":
         return fp4_blocks(weight, fp4_scale(weight))[2]
-    steps, lowest, highest = (127.0, -128, 127) if held == "int8" else (7.5, -8, 7)
+    steps, lowest, highest = (7.5, -8, 7) if held == "int4" else (127.0, -128, 127)
     parts = []
     for part in weight.float().chunk(ranks, -1):
         size = group_of(held, part.shape[-1])
@@ -81,15 +81,15 @@ class RoundedInputs(TorchFunctionMode):
 
 
 def round_inputs(model: Any, held: str, ranks: int) -> None:
-    """Let a model of transformers round what its FP8 weights are multiplied with, each token of
-    each rank's part by its largest number, or each 128 inputs, or its FP4 ones, in blocks by their
-    scale."""
+    """Let a model of transformers round what its weights are multiplied with: with FP8 and w8a8
+    each token of each rank's part by its largest number, or each 128 inputs; with FP4 blocks, by
+    their scale."""
     found: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for name, weight in model.named_parameters():
         *_, module, last = name.split(".")
         if last in EXPERTS or (last == "weight" and module in LINEAR + LATENT):
             is_split = last == "weight" and module in ROW_PARALLEL
-            rounding = partial(rounded_fp8, ranks=ranks if is_split else 1)
+            rounding = partial(rounded, held=held, ranks=ranks if is_split else 1)
             rounding = {"nvfp4": rounded_fp4, "fp8 groups": rounded_fp8_groups}.get(held, rounding)
             found[weight.untyped_storage().data_ptr()] = rounding
     # Each expert's product is one of its own.
@@ -117,6 +117,6 @@ def rounded_model(model: Any, held: str, ranks: int = 1) -> Any:
                 matrix.copy_(rounded(matrix, held))
         elif last == "weight" and module in LINEAR + LATENT:
             weight.copy_(rounded(weight, held, ranks if module in ROW_PARALLEL else 1))
-    if held in ("fp8", "nvfp4"):
+    if held in ("fp8", "nvfp4", "w8a8"):
         round_inputs(model, held, ranks)
     return model

@@ -101,10 +101,11 @@ KV_SCHEME = {
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    kind = "int" if form == "int-quantized" else "float"
     group = {
         "targets": ["Linear"],
         "weights": {"dynamic": False, "symmetric": True, **weights},
-        "input_activations": {"dynamic": True, "num_bits": 8, "strategy": "token", "type": "float"},
+        "input_activations": {"dynamic": True, "num_bits": 8, "strategy": "token", "type": kind},
         "output_activations": None,
     }
     return {

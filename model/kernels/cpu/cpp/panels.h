@@ -26,7 +26,7 @@ template <class W>
 struct Words {
   static constexpr int STEPS = 4 / sizeof(W);
   typedef float Input;
-  typedef f32v Part;
+  typedef f32v Part, Sum;
 
   // What a row [inputs] has for step i, zeros behind the inputs.
   static float input_at(const W* x, int64_t i, int64_t inputs) {
@@ -43,6 +43,7 @@ struct Words<bf16> {
   static constexpr int STEPS = 1;
   typedef uint32_t Input;
   typedef u32v Part;
+  typedef f32v Sum;
 
   static uint32_t input_at(const bf16* x, int64_t i, int64_t inputs) {
     const uint32_t high = 2 * i + 1 < inputs ? x[2 * i + 1].bits : 0;
@@ -94,7 +95,7 @@ template <class T, int ROWS, int COLUMNS>
 void multiply(const Input<T>* panel, const T* const* columns, int64_t step, int64_t words,
               Request request, float* const* sums) {
   constexpr int P = 4 / sizeof(T), STEPS = Words<T>::STEPS;
-  f32v acc[COLUMNS][ROWS][SIDE];
+  typename Words<T>::Sum acc[COLUMNS][ROWS][SIDE];
   for (int c = 0; c < COLUMNS; c++) memcpy(acc[c], sums[c], sizeof acc[c]);
   for (int64_t word = 0; word < words; word++, panel += STEPS * ROWS) {
     const bool asks = word == request.first;
@@ -148,8 +149,8 @@ struct Panels {
 
 // Multiplies rows [rows, stride] with all columns: product.group() takes a group of them that a thread
 // has claimed. A thread's groups are whole tiles of `per_tile` columns.
-template <class W, class T, class Product>
-void multiply_rows(const Product& product, const T* x, int64_t rows, int64_t stride, int64_t inputs,
+template <class W, class X, class T, class Product>
+void multiply_rows(const Product& product, const X* x, int64_t rows, int64_t stride, int64_t inputs,
                    int64_t steps, T* out, int64_t outputs, int64_t per_tile, int64_t threads) {
   const int64_t columns = (outputs + WIDTH - 1) / WIDTH;
   // Whole tiles, and several groups for each thread: one that has lost its core takes fewer.

@@ -8,6 +8,9 @@
 //
 // The integers of a group are summed exactly as they are, in the order of the steps; the sum times its
 // scale is added to the output. A row's result does not depend on the rows beside it.
+//
+// Or both sides are integers of eight bits, with one scale for an output and one for a row: what is
+// summed are whole numbers, so every processor finds the same.
 
 #include "panels.h"
 
@@ -23,7 +26,7 @@ template <int BITS, class T>
 struct Words<Integers<BITS, T>> {
   static constexpr int STEPS = 32 / BITS;
   typedef float Input;
-  typedef f32v Part;
+  typedef f32v Part, Sum;
 
   static float input_at(const T* x, int64_t i, int64_t inputs) {
     return i < inputs ? to_float(x[i]) : 0.0f;
@@ -62,6 +65,7 @@ struct Words<Integers<BITS, bf16>> {
   static constexpr int STEPS = 16 / BITS;
   typedef uint32_t Input;
   typedef u32v Part;
+  typedef f32v Sum;
 
   static uint32_t input_at(const bf16* x, int64_t i, int64_t inputs) {
     const int64_t low = i / STEPS * 2 * STEPS + i % STEPS, high = low + STEPS;
@@ -112,6 +116,51 @@ inline void split(const Integers<8, bf16>* w, u32v (&parts)[2]) {
   constexpr __mmask64 UPPER = 0xaaaaaaaaaaaaaaaa;
   parts[0] = (u32v)_mm512_mask_blend_epi8(UPPER, lows, _mm512_slli_epi16(highs, 8));
   parts[1] = (u32v)_mm512_mask_blend_epi8(UPPER, _mm512_srli_epi16(lows, 8), highs);
+}
+
+#endif
+
+// Four integers of eight bits, of an output or of a row, which has whole ones.
+struct Fours {
+  uint32_t word;
+};
+
+#if defined(__AVX512VNNI__)
+
+// The instruction takes one side without a sign: the weight, plus 128.
+constexpr int32_t WEIGHT_ADDED = 128;
+
+template <>
+struct Words<Fours> {
+  static constexpr int STEPS = 1;
+  typedef uint32_t Input;
+  typedef i32v Part, Sum;
+
+  static uint32_t input_at(const int8_t* x, int64_t i, int64_t) {
+    uint32_t four;
+    memcpy(&four, x + 4 * i, sizeof four);
+    return four;
+  }
+};
+
+inline void split(const Fours* w, i32v (&parts)[1]) { parts[0] = (i32v)(load_words(w) ^ 0x80808080u); }
+
+#else
+
+constexpr int32_t WEIGHT_ADDED = 0;
+
+template <>
+struct Words<Fours> {
+  static constexpr int STEPS = 4;
+  typedef int32_t Input;
+  typedef i32v Part, Sum;
+
+  static int32_t input_at(const int8_t* x, int64_t i, int64_t) { return x[i]; }
+};
+
+inline void split(const Fours* w, i32v (&parts)[4]) {
+  const u32v words = load_words(w);
+  for (int s = 0; s < 4; s++) parts[s] = (i32v)(words << (24 - 8 * s)) >> 24;
 }
 
 #endif
@@ -217,9 +266,119 @@ void multiply_integers(const void* x, const void* w, const void* bias, void* out
                                         groups * words * Product::STEPS, (T*)out, outputs, 1, threads);
 }
 
+// A row [inputs] as integers of eight bits, the largest one as 127. Returns their scale, no number where
+// the row has one that is infinite or none, and their sum.
+template <class T>
+float round_row(const T* x, int64_t inputs, int8_t* to, int32_t* sum) {
+  f32v most{}, odd{};
+  const auto values_at = [&](int64_t i) {
+    return i + LANES <= inputs ? load(x + i) : load_part(x + i, inputs - i);
+  };
+  for (int64_t i = 0; i < inputs; i += LANES) {
+    const f32v values = values_at(i), size = (f32v)((u32v)values & 0x7fffffff);
+    most = size > most ? size : most;
+    odd += values * 0.0f;
+  }
+  float largest = 0.0f;
+  for (int l = 0; l < LANES; l++) largest = std::max(largest, most[l]) + odd[l];
+  const float scale = largest / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
+  i32v total{};
+  for (int64_t i = 0; i < inputs; i += LANES) {
+    // Adding and taking away rounds to whole numbers, ties to even.
+    constexpr float ROUNDS = 0x1.8p23f;
+    const i32v found = __builtin_convertvector(values_at(i) / divisor + ROUNDS - ROUNDS, i32v);
+    total += found;
+    const u8v bytes = narrow_to_bytes((u32v)found);
+    memcpy(to + i, &bytes, std::min<int64_t>(LANES, inputs - i));
+  }
+  *sum = 0;
+  for (int l = 0; l < LANES; l++) *sum += total[l];
+  return scale;
+}
+
+template <class T>
+struct BothRounded {
+  typedef Fours Word;
+  const Word* w;
+  const T* bias;
+  const T* out;
+  const float* scales;
+  const int32_t* sums_of_rows;
+  int64_t outputs, words;
+
+  const Word* column(int64_t i) const { return w + i * (1 + words) * WIDTH; }
+
+  // As of `Quantized`.
+  void group(const Input<Word>* panels, Panels split, int64_t first, int64_t count, int64_t next,
+             T* to) const {
+    alignas(64) float sums[GROUP][CHUNK * WIDTH];
+    constexpr int64_t STEPS = Words<Word>::STEPS;
+    for (int64_t c = 0; c < count; c++) std::fill(sums[c], sums[c] + split.rows * WIDTH, 0.0f);
+    // Of as many bytes as one of bfloat16.
+    const int64_t blocks = (2 * words + BLOCK - 1) / BLOCK, at_once = split.count > 1 ? 1 : count;
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t start = words * b / blocks, n = words * (b + 1) / blocks - start;
+      const int64_t ahead = b + 1 < blocks ? n * WIDTH : column(next) - column(first) - start * WIDTH;
+      const Word* columns[GROUP];
+      for (int64_t c = 0; c < count; c++) columns[c] = column(first + c) + (1 + start) * WIDTH;
+      for (int64_t c = 0; c < count; c += at_once)
+        for (int64_t i = 0; i < split.count; i++) {
+          const int64_t row = split.start(i);
+          float* part[GROUP];
+          for (int64_t s = 0; s < at_once; s++) part[s] = sums[c + s] + row * WIDTH;
+          with_rows(split.start(i + 1) - row, [&](auto rows) {
+            const Input<Word>* panel = panels + (row * words + start * rows()) * STEPS;
+            multiply_all<rows()>(panel, columns + c, at_once, WIDTH, n, {ahead, i, split.count}, part);
+          });
+        }
+    }
+    const int64_t first_row = (to - out) / outputs;
+    for (int64_t c = 0; c < count; c++) {
+      const Word* of_outputs = column(first + c);
+      for (int64_t r = 0; r < split.rows; r++) {
+        const int32_t added = WEIGHT_ADDED * sums_of_rows[first_row + r];
+        for (int v = 0; v < SIDE; v++) {
+          float* at = sums[c] + r * WIDTH + v * LANES;
+          i32v found;
+          memcpy(&found, at, sizeof found);
+          const f32v scale = load((const float*)of_outputs + v * LANES) * scales[first_row + r];
+          store(at, __builtin_convertvector(found - added, f32v) * scale);
+        }
+      }
+      store_column(sums[c], split.rows, bias, (first + c) * WIDTH, outputs, to);
+    }
+  }
+};
+
+template <class T>
+void multiply_rounded(const T* x, const void* w, const T* bias, T* out, const int64_t* sizes,
+                      int64_t rows, int64_t stride, int64_t threads) {
+  const int64_t inputs = sizes[0], outputs = sizes[1], words = sizes[3];
+  static thread_local std::vector<int8_t> integers;
+  static thread_local std::vector<float> scales;
+  static thread_local std::vector<int32_t> sums;
+  const int64_t padded = 4 * words;
+  integers.resize(std::max<size_t>(integers.size(), rows * padded));
+  scales.resize(std::max<size_t>(scales.size(), rows));
+  sums.resize(std::max<size_t>(sums.size(), rows));
+  int8_t* to = integers.data();
+  float* scale_of = scales.data();
+  int32_t* sum_of = sums.data();
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * inputs > ALONE)
+  for (int64_t r = 0; r < rows; r++) {
+    std::fill(to + r * padded + inputs, to + (r + 1) * padded, 0);
+    scale_of[r] = round_row(x + r * stride, inputs, to + r * padded, sum_of + r);
+  }
+  const BothRounded<T> product{(const Fours*)w, bias, out, scale_of, sum_of, outputs, words};
+  multiply_rows<Fours>(product, (const int8_t*)to, rows, padded, padded, words * Words<Fours>::STEPS,
+                       out, outputs, 1, threads);
+}
+
 template <class T>
 void dispatch(const void* x, const void* w, const void* bias, void* out, const int64_t* sizes,
               int64_t rows, int64_t stride, int64_t threads) {
+  if (sizes[5])
+    return multiply_rounded((const T*)x, w, (const T*)bias, (T*)out, sizes, rows, stride, threads);
   if (sizes[4] == 8) return multiply_integers<8, T>(x, w, bias, out, sizes, rows, stride, threads);
   multiply_integers<4, T>(x, w, bias, out, sizes, rows, stride, threads);
 }
@@ -229,7 +388,8 @@ void dispatch(const void* x, const void* w, const void* bias, void* out, const i
 extern "C" {
 
 // x: [T, I]; bias: [O] or null; out: [T, O], contiguous; w: [O / WIDTH][G][1 + words][WIDTH].
-// sizes: I, O, G, words of a group, bits (8 or 4). rows: T. stride: from row to row of x.
+// sizes: I, O, G, words of a group, bits (8 or 4), and 1 if inputs are rounded, too (8 bits, one group).
+// rows: T. stride: from row to row of x.
 void quantized_linear(const void* x, const void* w, const void* bias, void* out,
                       const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
   dispatch<DTYPE>(x, w, bias, out, sizes, rows, stride, threads);

@@ -182,6 +182,15 @@ static inline f32v add_product(f32v sums, u32v part, uint32_t x) {
 }
 #endif
 
+static inline i32v add_product(i32v sums, i32v part, int32_t x) { return sums + part * x; }
+
+#if defined(__AVX512VNNI__)
+// Words are four integers of eight bits each, those of the part without a sign.
+static inline i32v add_product(i32v sums, i32v part, uint32_t x) {
+  return (i32v)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)part, _mm512_set1_epi32(x));
+}
+#endif
+
 // e^r for |r| <= ln 2 / 2 (Cephes).
 static inline f32v exp_near_zero(f32v r) {
   f32v p = r * 1.9875691500e-4f + 1.3981999507e-3f;
