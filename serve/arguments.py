@@ -252,7 +252,7 @@ class DeployArgs(EngineArgs, frozen=True):
     scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
     tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
     `w8a8`, on a CPU: `int8` whose inputs are rounded as well, each token by a scale of its own, as
-    the makers of such checkpoints mean it; many rows are then multiplied twice as fast.
+    the makers of such checkpoints mean it, and steps are up to 1.7 times as fast.
     `fp8`: half the memory, the checkpoint's numbers where they are FP8; inputs of these layers
     are rounded as well, each token, or each 128 inputs of it, by a scale of its own. `nvfp4`:
     FP4 numbers as a checkpoint of format `nvfp4-pack-quantized` has them, a quarter of the
