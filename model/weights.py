@@ -402,7 +402,7 @@ def load_model(
     `has_mtp`: with its MTP layer."""
     place = Placement(dtype, torch.device(device), shard, quantization)
     if place.device.type == "cpu" and quantization in ("fp8", "nvfp4"):
-        log.warning("a CPU widens %s numbers in each step, which is slow", quantization)
+        log.warning("products of %s numbers are slow on a CPU", quantization)
     model, config = _described_model(checkpoint_dir, place, has_mtp=has_mtp)
     load_weights(model, checkpoint_dir, progress)
     load_kv_scales(model, Path(checkpoint_dir), place, is_used=has_fp8_kv)

@@ -251,13 +251,13 @@ class DeployArgs(EngineArgs, frozen=True):
     """`int8` or `int4`: linear layers of attention and MLPs, experts too, hold integers with
     scales, whatever the checkpoint has: half or a quarter of the memory of `bfloat16`, and
     tokens may differ. A scale is for one output with `int8`, for 128 inputs of one with `int4`.
-    `w8a8`, on a CPU: `int8` whose inputs are rounded as well, each token by a scale of its own, as
-    the makers of such checkpoints mean it, and steps are up to 1.7 times as fast.
+    `w8a8`, on a CPU only: `int8` whose inputs are rounded as well, each token by a scale of its
+    own, as W8A8 checkpoints are meant; steps are up to 1.7 times as fast as with `bfloat16`.
     `fp8`: half the memory, the checkpoint's numbers where they are FP8; inputs of these layers
     are rounded as well, each token, or each 128 inputs of it, by a scale of its own. `nvfp4`:
     FP4 numbers as a checkpoint of format `nvfp4-pack-quantized` has them, a quarter of the
-    memory, and inputs rounded by its scales. A CPU has no products of either and widens them in
-    each step: right, but up to sixty times slower than `none`. `none`: numbers of `dtype`.
+    memory, and inputs rounded by its scales. On a CPU, products of FP8 and FP4 numbers are right
+    but slow, with `fp8` up to sixty times slower than with `none`. `none`: numbers of `dtype`.
     Embeddings, head and routers always are that. `auto`: on a GPU `fp8` or `nvfp4` where a
     checkpoint has such numbers, otherwise `none`."""
     kv_cache_dtype: KVCacheDtype = "auto"

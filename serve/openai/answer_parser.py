@@ -48,7 +48,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ALL_CONTENT = AnswerFormat()
-"""Of an answer in which nothing is looked for."""
+"""Of an answer without reasoning or calls."""
 
 
 class AnswerDelta(NamedTuple):
