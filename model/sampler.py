@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from model.kernels.dispatch import kernels_for
+from model.kernels.drawing import likeliest
 
 
 @dataclass(frozen=True)
@@ -162,73 +163,21 @@ def sample(
     adjusted = logits
     if tensors.adjustments is not None:
         adjusted = adjust_logits(logits, tensors.adjustments)
-    if tensors.allowed is not None:
-        adjusted = adjusted.masked_fill(~unpack_bits(tensors.allowed, logits.shape[1]), -torch.inf)
-    token_ids = known if known is not None and adjusted is logits else likeliest(adjusted)
-    if not tensors.all_greedy:
-        drawn = _draw(_filtered_probs(adjusted, tensors), tensors.uniform)
-        token_ids = torch.where(tensors.temperature > 0, drawn, token_ids)
+    if tensors.all_greedy and tensors.allowed is None:
+        token_ids = known if known is not None and adjusted is logits else likeliest(adjusted)
+    else:
+        token_ids = kernels_for(logits).draw(
+            adjusted,
+            tensors.temperature,
+            tensors.uniform,
+            tensors.allowed,
+            tensors.top_k if tensors.any_top_k else None,
+            tensors.top_p if tensors.any_top_p else None,
+            tensors.min_p if tensors.any_min_p else None,
+        )
     if tensors.num_logprobs < 0:
         return SamplerOutput(token_ids, None, None, None, None)
     return score(logits, token_ids, tensors.num_logprobs)
-
-
-def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return the first bits of rows of int32 [B, W], the lowest first, as bool [B, num_bits]."""
-    if words.device.type == "cpu":
-        # Eight at a time; torch would make four bytes of each.
-        octets = words.numpy().view(np.uint8)
-        bits = np.unpackbits(octets, axis=1, count=num_bits, bitorder="little")
-        return torch.from_numpy(bits).bool()
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :num_bits].bool()
-
-
-_WIDTH = 512
-
-
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return `logits.argmax(dim=-1)`, the lowest id among equals. logits: [B, V].
-
-    On a CPU torch's argmax visits one value after the other, while its amax uses vectors: find the
-    first chunk with the maximum, then the place in it.
-    """
-    num_rows, vocab_size = logits.shape
-    if logits.device.type != "cpu" or num_rows * vocab_size < 2**16:
-        return logits.argmax(dim=-1)
-    whole = vocab_size // _WIDTH * _WIDTH
-    highest = logits[:, :whole].unflatten(1, (-1, _WIDTH)).amax(dim=-1)
-    if whole < vocab_size:
-        highest = torch.cat((highest, logits[:, whole:].amax(dim=-1, keepdim=True)), dim=-1)
-    first = highest.argmax(dim=-1, keepdim=True) * _WIDTH
-    # A short last chunk repeats its last logit, which never comes first among equals.
-    places = (first + torch.arange(_WIDTH)).clamp(max=vocab_size - 1)
-    token_ids: torch.Tensor = first.squeeze(-1) + logits.gather(1, places).argmax(dim=-1)
-    return token_ids
-
-
-def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Tensor:
-    temperature = tensors.temperature.unsqueeze(-1)
-    # Relative to the maximum, so that a tiny temperature gives -inf and never inf - inf.
-    relative = logits - logits.amax(dim=-1, keepdim=True)
-    scaled = relative / torch.where(temperature > 0, temperature, 1.0)
-    if tensors.any_min_p:
-        # Less likely than `min_p` times the likeliest (Nguyen et al., 2024).
-        scaled = scaled.masked_fill(scaled < tensors.min_p.log().unsqueeze(-1), -torch.inf)
-    if tensors.any_top_k or tensors.any_top_p:
-        top_k = tensors.top_k if tensors.any_top_k else None
-        top_p = tensors.top_p if tensors.any_top_p else None
-        scaled = kernels_for(scaled).filter_top_k_top_p(scaled, top_k, top_p)
-    return scaled.softmax(dim=-1)
-
-
-def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return each row's first token whose cumulative mass exceeds `uniform` of the whole mass."""
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = uniform.unsqueeze(-1) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    # Out of range only where logits are not numbers: the id must still be one.
-    return drawn.clamp(max=probs.shape[-1] - 1)
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> SamplerOutput:

@@ -53,8 +53,9 @@ from compile.graphs.capture import (
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
+from model.kernels.drawing import likeliest
 from model.layers.decoder import CausalLM
-from model.sampler import costliest_sampling, likeliest, sample, score
+from model.sampler import costliest_sampling, sample, score
 
 NUM_TRACED_TOKENS = 8
 """Tokens that a forward is traced on, at least; tracing takes 0 and 1 for special."""

@@ -26,6 +26,7 @@ from model.kernels.scaled_linear import (
     scaled_linear,
     scaled_weight,
 )
+from model.kernels.triton.filters import filter_top_k_top_p as filter_on_gpu
 from model.kv_cache import KVCacheSpec
 from model.layers.decoder import RMSNorm
 from model.parallel import Placement
@@ -723,7 +724,7 @@ def part_filters(at: Setting) -> Iterator[Row]:
         args = (logits, counts, masses)
 
         def call() -> torch.Tensor:
-            return kernels_for(logits).filter_top_k_top_p(*args)
+            return (filter_on_gpu if logits.is_cuda else filter_top_k_top_p)(*args)
 
         wanted = filter_top_k_top_p(*(arg.cpu() for arg in args))
         return Row(

@@ -90,6 +90,7 @@ def test_a_model_has_what_it_calls_built_and_nothing_else(
     monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path))
     (native.SOURCES / "quantized_linear.cpp").write_text("int product() { return 1; }")
     (native.SOURCES / "communicator.cpp").write_text("int sum() { return 1; }")
+    (native.SOURCES / "draw.cpp").write_text("int draw() { return 1; }")
     monkeypatch.setitem(native.PARTS, "fp8_caches", ["rope_and_write_kv"])
     kernels = native._key("g++", KERNELS)
 
@@ -108,7 +109,7 @@ def test_a_model_has_what_it_calls_built_and_nothing_else(
         found = {*(tmp_path / native.DIRECTORY).glob("*.so")} - before
         return {path.name.rpartition("-")[0] for path in found}
 
-    assert built(dtype=torch.float16) == set(), "torch functions compute"
+    assert built(dtype=torch.float16) == {"drawing-float32"}, "torch functions compute the rest"
     assert built() == {"kernels-float32"}
     assert built("fp8") == built("nvfp4") == set()
     assert built("int4") == {"integers-float32"}

@@ -14,7 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels import triton
+from model.kernels import cpu, drawing, triton
+from model.kernels.cpu.native import native_function
+from model.kernels.drawing import likeliest
 from model.kernels.filters import filter_top_k_top_p
 from model.kernels.triton import filters as triton_filters
 from model.sampler import (
@@ -23,7 +25,6 @@ from model.sampler import (
     SamplingTensors,
     adjust_logits,
     draw_uniform,
-    likeliest,
     sample,
     score,
 )
@@ -188,6 +189,95 @@ def test_filters_keep_what_sorting_the_row_keeps(
     for i, row in enumerate(found):
         alone = filter_top_k_top_p(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])
         assert torch.equal(alone[0], row)
+
+
+Asked = dict[str, torch.Tensor | None]
+
+
+@st.composite
+def asked_rows(draw: st.DrawFn) -> tuple[torch.Tensor, Asked]:
+    """Draw logits in rows that lie apart, several of each kind, and what `draw` is asked of
+    them."""
+    kinds, repeats = draw(st.integers(1, 4)), 16
+    vocab = draw(st.sampled_from([1, 31, 128, 130, 1000, 5003]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits = torch.randn(kinds, vocab + 5, generator=generator)
+    for row in logits:
+        row *= draw(st.sampled_from([0.0, 0.1, 3.0, 50.0]))
+        if draw(st.booleans()):
+            row.round_()
+
+    def column(values: st.SearchStrategy[Any], dtype: torch.dtype) -> torch.Tensor:
+        found = draw(st.lists(values, min_size=kinds, max_size=kinds))
+        return torch.tensor(found, dtype=dtype).repeat_interleave(repeats)
+
+    counts = st.integers(1, vocab + 3)
+    asked: Asked = {
+        "temperature": column(st.sampled_from([0.0, 1e-38, 0.7, 1.0, 5.0]), torch.float32),
+        "uniform": torch.rand(kinds * repeats, dtype=torch.float64, generator=generator),
+        "allowed": None,
+        "top_k": column(st.one_of(st.just(0), st.integers(1, 9), counts), torch.int64),
+        "top_p": column(st.sampled_from([1.0, 0.95, 0.5, 1e-3, 1e-45, 1 - 2**-24]), torch.float32),
+        "min_p": column(st.sampled_from([0.0, 0.02, 0.5, 1.0]), torch.float32),
+    }
+    if draw(st.booleans()):
+        words = torch.randint(-(2**31), 2**31, (kinds, -(-vocab // 32)), generator=generator)
+        words[:, 0] |= 1
+        asked["allowed"] = words.to(torch.int32).repeat_interleave(repeats, 0)
+    for name in ("top_k", "top_p", "min_p"):
+        if draw(st.booleans()):
+            asked[name] = None
+    return logits.repeat_interleave(repeats, 0)[:, :vocab], asked
+
+
+def probs_of(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """Return the masses, float64 [V], among which `drawing.draw` draws a token of a row."""
+    seen: list[torch.Tensor] = []
+
+    def note(probs: torch.Tensor, _uniform: torch.Tensor) -> torch.Tensor:
+        seen.append(probs)
+        return torch.zeros(len(probs), dtype=torch.int64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "_at_mass", note)
+        drawing.draw(logits, **asked)  # type: ignore[arg-type]
+    return seen[0][0].double()
+
+
+def may_draw(token: int, logits: torch.Tensor, asked: Asked) -> bool:
+    """Return whether `drawing.draw` could draw a token of a row if it added masses in another
+    order."""
+    slack = 1e-5
+    top_p, uniform = asked["top_p"], asked["uniform"]
+    assert uniform is not None
+    for shift in (0.0, -slack, slack):
+        shifted = dict(asked)
+        if top_p is not None:
+            shifted["top_p"] = torch.where(top_p < 1, (top_p + shift).clamp(1e-45, 1), top_p)
+        probs = probs_of(logits, shifted)
+        before = float(probs[:token].sum())
+        if probs[token] > 0 and before - slack <= float(uniform) <= before + probs[token] + slack:
+            return True
+    return False
+
+
+@given(asked_rows())
+@settings(deadline=None, max_examples=300)
+def test_the_kernel_draws_what_torch_functions_draw(rows: tuple[torch.Tensor, Asked]) -> None:
+    if native_function("draw", torch.float32, "drawing") is None:
+        pytest.skip("C++ kernels are off")
+    logits, asked = rows
+    found = cpu.draw(logits, **asked)  # type: ignore[arg-type]
+    wanted = drawing.draw(logits, **asked)  # type: ignore[arg-type]
+    for i, token in enumerate(found.tolist()):
+        only = {
+            name: None if values is None else values[i : i + 1] for name, values in asked.items()
+        }
+        alone = cpu.draw(logits[i : i + 1], **only)  # type: ignore[arg-type]
+        assert int(alone) == token, "other rows change nothing"
+        if token != int(wanted[i]):
+            assert only["temperature"] is not None and float(only["temperature"]) > 0
+            assert may_draw(token, logits[i : i + 1], only)
 
 
 def test_greedy_rows_stay_greedy_beside_random_ones() -> None:

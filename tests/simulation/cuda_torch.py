@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +43,8 @@ from compile import context as forward
 from compile.graphs import cuda as cuda_graphs
 from compile.passes import stream_ops
 from model import sampler
-from model.kernels import cpu
+from model.kernels.drawing import draw
+from model.kernels.filters import filter_top_k_top_p
 
 CUDA = torch.device("cuda", 0)
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2"}
@@ -326,14 +327,13 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
     """Stand in for torch's CUDA device: this thread's tensors, and streams, events and graphs."""
     device = CudaDevice(order, seed)
     ops = Ops(device)
-    filter_logits = cpu.filter_top_k_top_p
 
     def one_kernel(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
         if not device.holds(logits):
-            return filter_logits(logits, *args)
+            return filter_top_k_top_p(logits, *args)
         with unseen():
             out = device.allocate(torch.empty_like(logits, device="meta"))
-        ops.put(filter_logits, (logits, *args), {}, [out])
+        ops.put(filter_top_k_top_p, (logits, *args), {}, [out])
         return out
 
     def storage_of(pointer: int, _device: torch.device, num_bytes: int) -> torch.UntypedStorage:
@@ -365,7 +365,7 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         for name, value in stand_ins.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_construct_storage_from_data_pointer", storage_of)
-        kernels = SimpleNamespace(filter_top_k_top_p=one_kernel)
+        kernels = SimpleNamespace(draw=partial(draw, filter_logits=one_kernel))
         patch.setattr(sampler, "kernels_for", lambda _: kernels)
         patch.setattr(stream_ops, "own", stream_ops.PerThread())
         cuda_graphs._side_stream.cache_clear()

@@ -16,8 +16,8 @@ from compile.passes.fuse_add_rms_norm import add_rms_norm
 from model.kernels import elementwise, latent_attention, paged_attention, sparse_mlp
 from model.kernels.adapters import add_adapters as add_adapters
 from model.kernels.cpu import native
+from model.kernels.cpu.drawing import draw as draw
 from model.kernels.cpu.packed_linear import packed_products
-from model.kernels.filters import filter_top_k_top_p as filter_top_k_top_p
 from model.kernels.sparse_mlp import route as route
 
 

@@ -43,7 +43,7 @@ from model.quantization import WeightFormat
 DIRECTORY = "native"
 """Below the cache's root."""
 SOURCES = Path(__file__).parent / "cpp"
-Part = Literal["kernels", "fp8_caches", "integers", "communicator"]
+Part = Literal["kernels", "fp8_caches", "integers", "drawing", "communicator"]
 PARTS: dict[Part, tuple[str, ...]] = {
     "kernels": (
         "paged_prefill",
@@ -56,10 +56,12 @@ PARTS: dict[Part, tuple[str, ...]] = {
     ),
     "fp8_caches": ("paged_prefill", "paged_decode", "rope_and_write_kv"),
     "integers": ("quantized_linear",),
+    "drawing": ("draw",),
     "communicator": ("communicator",),
 }
 """The sources of each part, those first that take longest to build: what every model uses,
-attention to caches of e4m3, products with packed integers, and sums of ranks that share memory."""
+attention to caches of e4m3, products with packed integers, drawing tokens, and sums of ranks that
+share memory."""
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 """That kernels are built for, as C++ names them."""
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
@@ -74,6 +76,7 @@ _PRODUCT: _Signature = ([_POINTER] * 5 + [_SIZE] * 3, None)
 _SIGNATURES: dict[str, _Signature] = {
     "packed_linear": _PRODUCT,
     "quantized_linear": _PRODUCT,
+    "draw": ([_POINTER] * 9, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
     "packed_linear_takes": ([_SIZE], ctypes.c_bool),
     "packed_linear_tile": ([], _SIZE),
@@ -113,6 +116,8 @@ class Library(NamedTuple):
         return [*FLAGS, *of_dtype, *(["-DCACHE=fp8"] if self.part == "fp8_caches" else [])]
 
 
+DRAWING = Library("drawing", torch.float32)
+"""Logits are float32, whatever the model computes in."""
 COMMUNICATOR = Library("communicator", None)
 
 
@@ -141,7 +146,7 @@ def libraries_for(
         "integers": held in ("int8", "w8a8", "int4"),
     }
     found = [Library(part, dtype) for part, is_used in parts.items() if is_used]
-    return (found if dtype in DTYPES else []) + [COMMUNICATOR] * has_peers
+    return [*(found if dtype in DTYPES else []), DRAWING, *[COMMUNICATOR] * has_peers]
 
 
 def fetch_libraries(exchange: ArtifactExchange | None, libraries: Sequence[Library]) -> None:

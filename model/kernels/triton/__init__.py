@@ -9,7 +9,7 @@ from model.kernels.triton.elementwise import fused_add_rms_norm as fused_add_rms
 from model.kernels.triton.elementwise import rms_norm as rms_norm
 from model.kernels.triton.elementwise import silu_and_mul as silu_and_mul
 from model.kernels.triton.experts import expert_mlp as expert_mlp
-from model.kernels.triton.filters import filter_top_k_top_p as filter_top_k_top_p
+from model.kernels.triton.filters import draw as draw
 from model.kernels.triton.fp4 import fp4_linear as fp4_linear
 from model.kernels.triton.fp8 import fp8_linear as fp8_linear
 from model.kernels.triton.integers import integer_linear as integer_linear

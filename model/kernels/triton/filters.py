@@ -13,9 +13,13 @@ Shapes: B rows, V vocabulary, C chunks of a row.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from model.kernels import drawing
 
 CHUNK, NUM_WARPS = 4096, 8
 """Logits that a program holds, and the warps that hold them. A row of 152k has 38 programs."""
@@ -254,3 +258,6 @@ def filter_top_k_top_p(
         old, new = new, old
     _filter_kernel[grid](*rows, *old, out, size, logits.stride(0), **options, num_warps=NUM_WARPS)
     return out
+
+
+draw = functools.partial(drawing.draw, filter_logits=filter_top_k_top_p)
