@@ -65,16 +65,16 @@ def adjust_logits(logits: torch.Tensor, wanted: Adjustments) -> torch.Tensor:
 
 
 def _penalise(logits: torch.Tensor, rows: torch.Tensor, penalties: Penalties) -> torch.Tensor:
-    """Apply the repetition penalty (CTRL; Keskar et al., 2019), then OpenAI's two."""
-    counts = penalties.output_counts[rows]  # a copy
+    counts, is_in_prompt = penalties.output_counts, penalties.is_in_prompt
     if penalties.drafted is not None:
+        counts, is_in_prompt = counts[rows], is_in_prompt[rows]  # copies
         counts.index_put_(tuple(penalties.drafted.unbind(1)), counts.new_ones(()), accumulate=True)
-    is_in_output = counts > 0
-    is_seen = is_in_output | penalties.is_in_prompt[rows]
-    factor = torch.where(is_seen, penalties.repetition.unsqueeze(-1), 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - penalties.frequency.unsqueeze(-1) * counts
-    return logits - penalties.presence.unsqueeze(-1) * is_in_output
+        rows = torch.arange(len(rows), device=rows.device)
+    of_rows = (penalties.presence, penalties.frequency, penalties.repetition)
+    adjusted: torch.Tensor = kernels_for(logits).penalise(
+        logits, counts, is_in_prompt, rows, *of_rows
+    )
+    return adjusted
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What drawing tokens costs a step on a CPU: the kernel in C++ against torch functions.
+"""What penalties and drawing cost a step on a CPU: kernels in C++ against torch functions.
 
     python examples/bench/sampling.py [--threads N] [--rows 1 8 32] [--vocab 4096 151936]
         [--rounds 9]
@@ -11,6 +11,7 @@ rounds, in milliseconds:
     top-p        those that have 0.8 of the mass together
     both         top-k, then top-p
     mask         a grammar's, which allows half of all tokens
+    penalties    repetition, presence and frequency, of which nothing is drawn
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from model.kernels import cpu, drawing
 
-KINDS: dict[str, dict[str, float]] = {
+KINDS: dict[str, dict[str, float] | None] = {
     "temperature": {},
     "top-k": {"top_k": 20},
     "top-p": {"top_p": 0.8},
     "both": {"top_k": 20, "top_p": 0.8},
     "mask": {"allowed": 0},
+    "penalties": None,
 }
 
 
@@ -57,31 +59,32 @@ def main() -> None:
 
 
 def measure(
-    rows: int, vocab: int, values: dict[str, float], num_rounds: int
+    rows: int, vocab: int, values: dict[str, float] | None, num_rounds: int
 ) -> tuple[float, float]:
-    """Return milliseconds of torch functions, and of the kernel."""
+    """Return milliseconds of torch functions, and of the kernel. None: of penalties."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(rows, vocab, generator=generator)
-    words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator)
-    dtypes = {"top_k": torch.int64, "top_p": torch.float32}
-    asked = {
-        name: torch.full((rows,), values[name], dtype=dtype) if name in values else None
-        for name, dtype in dtypes.items()
-    }
-    arguments = (
-        logits,
-        torch.full((rows,), 0.7),
-        torch.rand(rows, dtype=torch.float64, generator=generator),
-        words.to(torch.int32) if "allowed" in values else None,
-        asked["top_k"],
-        asked["top_p"],
-        None,
-    )
+    arguments: tuple[torch.Tensor | None, ...]
+    if values is None:
+        both = (drawing.penalise, cpu.penalise)
+        counts = torch.randint(-9, 2, (rows, vocab), generator=generator, dtype=torch.int32)
+        arguments = (counts.clamp(min=0), counts == 0, torch.arange(rows), *[torch.ones(rows)] * 3)
+    else:
+        both = (drawing.draw, cpu.draw)
+        words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator)
+        arguments = (
+            torch.full((rows,), 0.7),
+            torch.rand(rows, dtype=torch.float64, generator=generator),
+            words.to(torch.int32) if "allowed" in values else None,
+            torch.full((rows,), int(values["top_k"])) if "top_k" in values else None,
+            torch.full((rows,), values["top_p"]) if "top_p" in values else None,
+            None,
+        )
     taken: dict[int, list[float]] = {0: [], 1: []}
     for _ in range(num_rounds + 1):
-        for i, draw in enumerate((drawing.draw, cpu.draw)):
+        for i, call in enumerate(both):
             began = time.perf_counter()
-            draw(*arguments)
+            call(logits, *arguments)
             taken[i].append(time.perf_counter() - began)
     first, second = (1e3 * statistics.median(taken[i][1:]) for i in (0, 1))
     return first, second

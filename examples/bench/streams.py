@@ -2,14 +2,15 @@
 
     python examples/bench/streams.py --server NAME URL COMMAND [--server ...] [--streams 1 8 32]
         [--input 128] [--output 64] [--requests 2] [--arriving 0] [--repeats 3]
-        [--max-token-id 500] [--out FILE]
+        [--max-token-id 500] [--sampling '{"temperature": 0}'] [--out FILE]
 
 Each server is any that has OpenAI's completions: it is started by its command, warmed up, asked,
 and ended before the next one starts, so that A B A B ... see the same machine. Prompts are random
 token ids, the same for all servers and new in every repetition, so that none finds them in its
-cache; decoding is greedy and ignores the end token, so that every server has the same to do. With
-`--arriving`, prompts of so many tokens arrive meanwhile, each once the one before has its one
-token; they are not counted. Of each server and number of streams, the medians of all repetitions:
+cache; decoding is greedy, unless `--sampling` has other fields for each request, and ignores the
+end token, so that every server has the same to do. With `--arriving`, prompts of so many tokens
+arrive meanwhile, each once the one before has its one token; they are not counted. Of each server
+and number of streams, the medians of all repetitions:
 
     tokens/s  output tokens a second, from the first request to the last answer
     ttft      mean milliseconds to the first token
@@ -53,6 +54,7 @@ OTHERS_SHARE = 0.1
 """Cores that other processes may take."""
 MAX_ATTEMPTS = 3
 PATH = "/v1/completions"
+GREEDY: dict[str, float] = {"temperature": 0}
 
 
 class Measurable(Protocol):
@@ -78,6 +80,7 @@ class Load(msgspec.Struct, frozen=True):
     max_token_id: int
     arriving_len: int = 0
     """Tokens of prompts that arrive meanwhile; 0: none do."""
+    sampling: dict[str, float] = msgspec.field(default_factory=GREEDY.copy)
 
     def arriving(self, turn: str) -> Iterator[list[int]]:
         """Yield prompts without end, which no other turn has."""
@@ -125,7 +128,7 @@ class Report(msgspec.Struct):
     machine: str
     date: str
     commands: dict[str, str]
-    load: dict[str, int]
+    load: dict[str, float]
     ready_s: dict[str, list[float]]
     rows: list[Row]
 
@@ -214,13 +217,15 @@ class Stream:
         self.chunks_at: list[float] = []
         self.num_tokens = 0
 
-    async def run(self, server: Measurable, prompt: list[int], output_len: int) -> None:
+    async def run(
+        self, server: Measurable, prompt: list[int], output_len: int, sampling: dict[str, float]
+    ) -> None:
         """Ask; an answer that is not whole is a SystemExit."""
         body = {
             "model": server.model,
             "prompt": prompt,
             "max_tokens": output_len,
-            "temperature": 0,
+            **sampling,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -250,11 +255,11 @@ async def measure(server: Measurable, load: Load, turn: str) -> Figures:
     async def run(index: int) -> None:
         for prompt in load.prompts(turn, index):
             done.append(Stream())
-            await done[-1].run(server, prompt, load.output_len)
+            await done[-1].run(server, prompt, load.output_len, load.sampling)
 
     async def arrive() -> None:
         for prompt in load.arriving(turn):
-            await Stream().run(server, prompt, 1)
+            await Stream().run(server, prompt, 1, load.sampling)
 
     own = psutil.Process()
     before, busy, mine = server.cpu_s(), busy_s(), sum(own.cpu_times()[:2])
@@ -368,10 +373,19 @@ def main() -> None:
     parser.add_argument("--arriving", type=int, default=0, help="tokens of prompts that arrive")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-token-id", type=int, default=500)
+    parser.add_argument("--sampling", type=msgspec.json.decode, default=GREEDY)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     loads = [
-        Load(streams, given.requests, given.input, given.output, given.max_token_id, given.arriving)
+        Load(
+            streams,
+            given.requests,
+            given.input,
+            given.output,
+            given.max_token_id,
+            given.arriving,
+            given.sampling,
+        )
         for streams in given.streams
     ]
     report = Report(
@@ -383,6 +397,7 @@ def main() -> None:
             "output": given.output,
             "requests": given.requests,
             "arriving": given.arriving,
+            **given.sampling,
         },
         ready_s={},
         rows=[],

@@ -1,8 +1,8 @@
-"""Drawing tokens in torch functions: what a GPU runs, and what the CPU's kernel does in one pass.
+"""Penalties and drawing in torch functions: what a GPU runs, and what the CPU's kernels must equal.
 
 A row's token depends on that row alone, bit by bit.
 
-Shapes: B rows, V vocabulary.
+Shapes: B rows, R rows of tables, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,6 +43,28 @@ def draw(
         scaled = filter_logits(scaled, top_k, top_p)
     drawn = _at_mass(scaled.softmax(dim=-1), uniform)
     return torch.where(temperature > 0, drawn, likeliest(logits))
+
+
+def penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    is_in_prompt: torch.Tensor,
+    rows: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> torch.Tensor:
+    """Apply the repetition penalty (CTRL; Keskar et al., 2019), then OpenAI's two.
+
+    counts: int32 [R, V], how often each output has each token; is_in_prompt: bool [R, V]; rows:
+    int64 [B], where each row of logits stands in these; the penalties: float32 [B].
+    """
+    counts = counts[rows]
+    is_in_output = counts > 0
+    factor = torch.where(is_in_output | is_in_prompt[rows], repetition.unsqueeze(-1), 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = logits - frequency.unsqueeze(-1) * counts
+    return logits - presence.unsqueeze(-1) * is_in_output
 
 
 def _at_mass(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,8 @@ def test_a_model_has_what_it_calls_built_and_nothing_else(
     monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path))
     (native.SOURCES / "quantized_linear.cpp").write_text("int product() { return 1; }")
     (native.SOURCES / "communicator.cpp").write_text("int sum() { return 1; }")
-    (native.SOURCES / "draw.cpp").write_text("int draw() { return 1; }")
+    for name in native.PARTS["drawing"]:
+        (native.SOURCES / f"{name}.cpp").write_text(f"int {name}() {{ return 1; }}")
     monkeypatch.setitem(native.PARTS, "fp8_caches", ["rope_and_write_kv"])
     kernels = native._key("g++", KERNELS)
 

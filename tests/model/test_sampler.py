@@ -280,6 +280,36 @@ def test_the_kernel_draws_what_torch_functions_draw(rows: tuple[torch.Tensor, As
             assert may_draw(token, logits[i : i + 1], only)
 
 
+@given(
+    st.integers(1, 6),
+    st.sampled_from([1, 15, 128, 1003]),
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from([-0.7, 0.0, 1.2]), min_size=2, max_size=2),
+    st.sampled_from([0.5, 1.0, 1.3]),
+)
+@settings(deadline=None)
+def test_the_kernel_penalises_as_torch_functions_do(
+    rows: int, vocab: int, seed: int, additive: list[float], repetition: float
+) -> None:
+    if native_function("penalise", torch.float32, "drawing") is None:
+        pytest.skip("C++ kernels are off")
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab + 3, generator=generator)[:, :vocab]
+    logits[:, ::5] = -torch.inf
+    tables = (
+        torch.randint(0, 3, (8, vocab), generator=generator, dtype=torch.int32),
+        torch.rand(8, vocab, generator=generator) < 0.4,
+        torch.randperm(8, generator=generator)[:rows],
+    )
+    # One row wants nothing; they lie side by side, as a step uploads them.
+    wanted = torch.tensor([*additive, repetition]).repeat(rows, 1)
+    wanted[rows // 2] = torch.tensor([0.0, 0.0, 1.0])
+    found = cpu.penalise(logits, *tables, *wanted.unbind(1))
+    expected = drawing.penalise(logits, *tables, *wanted.unbind(1))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found[rows // 2], logits[rows // 2])
+
+
 def test_greedy_rows_stay_greedy_beside_random_ones() -> None:
     logits = random_logits(60)
     # A temperature so small that it would overflow is greedy too.

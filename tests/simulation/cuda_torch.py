@@ -43,7 +43,7 @@ from compile import context as forward
 from compile.graphs import cuda as cuda_graphs
 from compile.passes import stream_ops
 from model import sampler
-from model.kernels.drawing import draw
+from model.kernels import drawing
 from model.kernels.filters import filter_top_k_top_p
 
 CUDA = torch.device("cuda", 0)
@@ -365,7 +365,9 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         for name, value in stand_ins.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_construct_storage_from_data_pointer", storage_of)
-        kernels = SimpleNamespace(draw=partial(draw, filter_logits=one_kernel))
+        kernels = SimpleNamespace(
+            draw=partial(drawing.draw, filter_logits=one_kernel), penalise=drawing.penalise
+        )
         patch.setattr(sampler, "kernels_for", lambda _: kernels)
         patch.setattr(stream_ops, "own", stream_ops.PerThread())
         cuda_graphs._side_stream.cache_clear()

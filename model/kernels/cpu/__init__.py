@@ -17,6 +17,7 @@ from model.kernels import elementwise, latent_attention, paged_attention, sparse
 from model.kernels.adapters import add_adapters as add_adapters
 from model.kernels.cpu import native
 from model.kernels.cpu.drawing import draw as draw
+from model.kernels.cpu.drawing import penalise as penalise
 from model.kernels.cpu.packed_linear import packed_products
 from model.kernels.sparse_mlp import route as route
 

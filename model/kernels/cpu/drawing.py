@@ -1,4 +1,4 @@
-"""Drawing tokens on a CPU: the kernel in C++ where it is built, torch functions elsewhere."""
+"""Penalties and drawing on a CPU: C++ kernels where they are built, torch functions elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import torch
 
 from model.kernels import drawing
 from model.kernels.cpu.native import int64_array, native_function
+
+
+def penalise(
+    logits: torch.Tensor, counts: torch.Tensor, is_in_prompt: torch.Tensor, *of_rows: torch.Tensor
+) -> torch.Tensor:
+    """Do what `drawing.penalise` does, but for the last bit, in one pass."""
+    kernel = native_function("penalise", torch.float32, "drawing")
+    if kernel is None or logits.stride(1) != 1:
+        return drawing.penalise(logits, counts, is_in_prompt, *of_rows)
+    num_rows, vocab_size = logits.shape
+    adjusted = logits.new_empty(logits.shape)
+    sizes = int64_array(torch.get_num_threads(), num_rows, vocab_size, logits.stride(0))
+    tensors = (logits, counts, is_in_prompt, *(values.contiguous() for values in of_rows), adjusted)
+    kernel(*(tensor.data_ptr() for tensor in tensors), sizes)
+    return adjusted
 
 
 def draw(

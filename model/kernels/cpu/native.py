@@ -56,12 +56,12 @@ PARTS: dict[Part, tuple[str, ...]] = {
     ),
     "fp8_caches": ("paged_prefill", "paged_decode", "rope_and_write_kv"),
     "integers": ("quantized_linear",),
-    "drawing": ("draw",),
+    "drawing": ("draw", "penalise"),
     "communicator": ("communicator",),
 }
 """The sources of each part, those first that take longest to build: what every model uses,
-attention to caches of e4m3, products with packed integers, drawing tokens, and sums of ranks that
-share memory."""
+attention to caches of e4m3, products with packed integers, penalties and drawing, and sums of ranks
+that share memory."""
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 """That kernels are built for, as C++ names them."""
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
@@ -77,6 +77,7 @@ _SIGNATURES: dict[str, _Signature] = {
     "packed_linear": _PRODUCT,
     "quantized_linear": _PRODUCT,
     "draw": ([_POINTER] * 9, None),
+    "penalise": ([_POINTER] * 9, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
     "packed_linear_takes": ([_SIZE], ctypes.c_bool),
     "packed_linear_tile": ([], _SIZE),

@@ -3,6 +3,7 @@
 `model.kernels.cpu` has the same names, which take the same arguments.
 """
 
+from model.kernels.drawing import penalise as penalise
 from model.kernels.triton.adapters import add_adapters as add_adapters
 from model.kernels.triton.decode import paged_decode as paged_decode
 from model.kernels.triton.elementwise import fused_add_rms_norm as fused_add_rms_norm
