@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.config import EngineConfig
-from model.kernels.cpu.native import PARTS
+from model.kernels.cpu.native import PARTS, Part
 
 pytestmark = pytest.mark.ray
 
@@ -258,6 +258,8 @@ def test_replicas_on_two_nodes_compile_each_piece_once_and_one_that_comes_later_
     assert sum(compilations for (compilations, _), _ in both) == NUM_PIECES, both
     assert later == [[0, 0], NUM_PIECES]
     built = [line for line in calls.read_text().splitlines() if line.endswith(".o")]
-    assert len(built) == len(PARTS["kernels"])
-    libraries = [[path.read_bytes() for path in root.rglob("kernels-*.so")] for root in roots]
-    assert len(libraries[0]) == 1 and libraries[0] == libraries[1]
+    parts: list[Part] = ["kernels", "drawing"]
+    assert len(built) == sum(len(PARTS[part]) for part in parts)
+    for part in parts:
+        libraries = [[path.read_bytes() for path in root.rglob(f"{part}-*.so")] for root in roots]
+        assert len(libraries[0]) == 1 and libraries[0] == libraries[1]
