@@ -163,17 +163,20 @@ def sample(
     adjusted = logits
     if tensors.adjustments is not None:
         adjusted = adjust_logits(logits, tensors.adjustments)
+    if adjusted is not logits:
+        known = None
     if tensors.all_greedy and tensors.allowed is None:
-        token_ids = known if known is not None and adjusted is logits else likeliest(adjusted)
+        token_ids = likeliest(adjusted) if known is None else known
     else:
         token_ids = kernels_for(logits).draw(
             adjusted,
             tensors.temperature,
-            tensors.uniform,
+            None if tensors.all_greedy else tensors.uniform,
             tensors.allowed,
             tensors.top_k if tensors.any_top_k else None,
             tensors.top_p if tensors.any_top_p else None,
             tensors.min_p if tensors.any_min_p else None,
+            known,
         )
     if tensors.num_logprobs < 0:
         return SamplerOutput(token_ids, None, None, None, None)

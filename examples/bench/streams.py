@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import platform
@@ -373,7 +374,7 @@ def main() -> None:
     parser.add_argument("--arriving", type=int, default=0, help="tokens of prompts that arrive")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-token-id", type=int, default=500)
-    parser.add_argument("--sampling", type=msgspec.json.decode, default=GREEDY)
+    parser.add_argument("--sampling", type=json.loads, default=GREEDY)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     loads = [

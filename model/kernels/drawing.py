@@ -20,19 +20,26 @@ _WIDTH = 512
 def draw(
     logits: torch.Tensor,
     temperature: torch.Tensor,
-    uniform: torch.Tensor,
+    uniform: torch.Tensor | None,
     allowed: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
     min_p: torch.Tensor | None,
+    known: torch.Tensor | None = None,
+    *,
     filter_logits: Callable[..., torch.Tensor] = filter_top_k_top_p,
 ) -> torch.Tensor:
     """Return one token of each row, int64 [B]: the likeliest allowed one where the temperature is
     0, else the one at `uniform` of the mass of those that min-p, top-k and top-p keep, in the order
-    of their ids. Arguments are the fields of `SamplingTensors`; None keeps all of every row.
+    of their ids. Arguments are the fields of `SamplingTensors`; None keeps all of every row. No
+    `uniform`: all rows are greedy; known: `likeliest(logits)`, if computed before.
     """
     if allowed is not None:
         logits = logits.masked_fill(~unpack_bits(allowed, logits.shape[1]), -torch.inf)
+        known = None
+    greedy = likeliest(logits) if known is None else known
+    if uniform is None:
+        return greedy
     divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
     # Relative to the maximum, so that a tiny temperature gives -inf and never inf - inf.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / divisor
@@ -42,7 +49,7 @@ def draw(
     if top_k is not None or top_p is not None:
         scaled = filter_logits(scaled, top_k, top_p)
     drawn = _at_mass(scaled.softmax(dim=-1), uniform)
-    return torch.where(temperature > 0, drawn, likeliest(logits))
+    return torch.where(temperature > 0, drawn, greedy)
 
 
 def penalise(

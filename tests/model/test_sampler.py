@@ -280,6 +280,19 @@ def test_the_kernel_draws_what_torch_functions_draw(rows: tuple[torch.Tensor, As
             assert may_draw(token, logits[i : i + 1], only)
 
 
+@pytest.mark.parametrize("kernels", [cpu, triton])
+def test_greedy_rows_with_masks_draw_nothing(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.sampler.kernels_for", lambda _: kernels)
+    monkeypatch.delattr(drawing, "_at_mass")
+    logits = random_logits(40, vocab=1000)
+    words = torch.randint(-(2**31), 2**31, (40, 32), generator=torch.Generator().manual_seed(1))
+    given = dataclasses.replace(tensors([0.0] * 40), allowed=words.to(torch.int32))
+    # What is likeliest without the mask may not be allowed.
+    found = sample(logits, given, likeliest(logits)).token_ids
+    is_allowed = (words.unsqueeze(-1) >> torch.arange(32) & 1).flatten(1)[:, :1000].bool()
+    assert torch.equal(found, logits.masked_fill(~is_allowed, -torch.inf).argmax(-1))
+
+
 @given(
     st.integers(1, 6),
     st.sampled_from([1, 15, 128, 1003]),

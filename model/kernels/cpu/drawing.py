@@ -26,17 +26,18 @@ def penalise(
 def draw(
     logits: torch.Tensor,
     temperature: torch.Tensor,
-    uniform: torch.Tensor,
+    uniform: torch.Tensor | None,
     allowed: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
     min_p: torch.Tensor | None,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `drawing.draw` does, but for the last bits of masses. A row is read a few times, by
     one thread."""
     kernel = native_function("draw", torch.float32, "drawing")
     if kernel is None or logits.stride(1) != 1:
-        return drawing.draw(logits, temperature, uniform, allowed, top_k, top_p, min_p)
+        return drawing.draw(logits, temperature, uniform, allowed, top_k, top_p, min_p, known)
     log_min_p = None if min_p is None else min_p.log()
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64)

@@ -18,8 +18,8 @@ constexpr int64_t CHUNK = 128;
 constexpr int BINS = 1024;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-// What rows of one call have in common. What is left out is null: all tokens are allowed, and all
-// are kept.
+// What rows of one call have in common. What is left out is null: all rows are greedy, all tokens
+// allowed, all kept.
 struct Batch {
   const float *logits, *temperature;
   const double* uniform;
