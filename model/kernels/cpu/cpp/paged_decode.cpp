@@ -7,7 +7,8 @@
 // Tokens are taken in tiles of LANES, tiles in chunks of TILES: all scores of a chunk, then their
 // weights, then its values. The highest score and the sum are chains of dependent operations, which a
 // chunk pays for once. Heads are inside of tiles, because the rows of a block's heads lie side by
-// side: PIECE bytes a token are enough to read a block in one piece.
+// side: PIECE bytes a token are enough to read a block in one piece. No processor foresees where the
+// next block lies, so while a tile is attended, one of the next chunk is asked for.
 //
 // Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks, B tokens per
 // block, M columns of a table.
@@ -73,6 +74,13 @@ inline void widen(const T* row, int64_t dim, f32v* out) {
   float values[VECTORS * LANES] = {};
   for (int64_t d = 0; d < dim; d++) values[d] = to_float(row[d]);
   memcpy(out, values, sizeof values);
+}
+
+// Asks for a row before it is needed, in the second-level cache: a chunk fills the first.
+template <class T>
+inline void prefetch(const T* row, int64_t dim) {
+  constexpr int64_t LINE = 64 / sizeof(T);
+  for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(row + d, 0, 2);
 }
 
 // The running softmax of one query head. Vectors hold a row of D values, zeros behind it.
@@ -152,15 +160,21 @@ void attend(const T* q, const Paged<C>& cache, const int32_t* table, int64_t sta
     heads[g].weight = 0;
   }
   f32v rows[TILE][VECTORS];
-  int64_t at[CHUNK];
+  int64_t found[2][CHUNK], *at = found[0], *next = found[1];
+  auto chunk = [&](int64_t first) { return std::clamp<int64_t>(length - first, 0, CHUNK); };
+  cache.locate(table, start, chunk(start), next);
   for (int64_t first = start; first < length; first += CHUNK) {
-    const int64_t n = std::min<int64_t>(length - first, CHUNK), tiles = (n + TILE - 1) / TILE;
-    cache.locate(table, first, n, at);
+    const int64_t n = chunk(first), ahead = chunk(first + n), tiles = (n + TILE - 1) / TILE;
+    std::swap(at, next);
+    cache.locate(table, first + n, ahead, next);
     auto size = [&](int64_t tile) { return std::min<int64_t>(n - tile * TILE, TILE); };
     auto for_each_tile = [&](const C* from, auto f) {
       for (int64_t i = 0; i < tiles; i++)
         for (int64_t h = 0; h < kv_heads; h++) {
-          widen_tile<C, VECTORS>(from + h * cache.head_stride, at + i * TILE, size(i), dim, rows);
+          const C* row = from + h * cache.head_stride;
+          widen_tile<C, VECTORS>(row, at + i * TILE, size(i), dim, rows);
+          for (int64_t t = i * TILE; t < std::min(ahead, (i + 1) * TILE); t++)
+            prefetch(row + next[t], dim);
           for (int64_t g = h * group; g < (h + 1) * group; g++) f(i, heads[g]);
         }
     };
