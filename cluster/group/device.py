@@ -34,6 +34,9 @@ from compile.errors import FieldError, Words
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+TUNABLES = "GLIBC_TUNABLES"
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Memory in huge pages, where Linux gives them to a process that asks: weights are read faster."""
 OWN_GPU = "cuda:0"
 
 
@@ -56,7 +59,9 @@ class RankDevice:
 
 def environment_of_ranks(num_gpus: float) -> dict[str, str]:
     """Return the variables that Ray must start ranks with which reserve so many GPUs each."""
-    return {NOSET: "1"} if num_gpus else {}
+    if num_gpus:
+        return {NOSET: "1"}
+    return {} if TUNABLES in os.environ else {TUNABLES: HUGE_PAGES}
 
 
 def take_gpu(

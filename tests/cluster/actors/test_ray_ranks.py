@@ -21,6 +21,7 @@ import pytest
 from local_ranks import config_of, generate
 
 from cluster.group.context import RankContext, num_cores
+from cluster.group.device import HUGE_PAGES
 from cluster.wire.messages import FIRST_LOADED_ID, LoraAdapter
 from model.config import fingerprint
 
@@ -451,14 +452,15 @@ def test_ranks_of_the_application_are_counted_on_a_node() -> None:
     assert count_ranks(table, "5", "a", 0) == 2
 
 
-def test_a_rank_takes_its_threads_from_the_node_that_it_is_on(running_group: Any) -> None:
+def test_a_rank_takes_its_threads_from_its_node_and_asks_for_huge_pages(running_group: Any) -> None:
     import ray
 
-    def told(rank: Any) -> tuple[int, int, str]:
-        context = rank._context
-        return context.num_cores, context.ranks_on_node, os.environ["OMP_NUM_THREADS"]
+    def told(rank: Any) -> tuple[int, int, str, str]:
+        context, found = rank._context, os.environ
+        threads = found["OMP_NUM_THREADS"]
+        return context.num_cores, context.ranks_on_node, threads, found["GLIBC_TUNABLES"]
 
-    async def scenario(size: int) -> list[tuple[int, int, str]]:
+    async def scenario(size: int) -> list[tuple[int, int, str, str]]:
         engine = replace(config_of(Path(), parallel=(size,)), threads=None)
         async with running_group(engine, is_started=False) as group:
             calls = [handle.actor.__ray_call__.remote(told) for handle in group.handles]
@@ -466,5 +468,5 @@ def test_a_rank_takes_its_threads_from_the_node_that_it_is_on(running_group: Any
 
     cores = num_cores()
     for size in (1, 2):
-        wanted = (cores, size, str(max(1, cores // size)))
+        wanted = (cores, size, str(max(1, cores // size)), HUGE_PAGES)
         assert asyncio.run(scenario(size)) == [wanted] * size

@@ -129,7 +129,17 @@ def test_ray_hides_no_gpu_from_ranks_that_have_one(num_gpus: float) -> None:
     found = ray_ranks._reserved({"CPU": 1.0, "GPU": num_gpus})
     environment = {"env_vars": {NOSET: "1"}}
     assert found == {"num_cpus": 1.0, "num_gpus": num_gpus, "runtime_env": environment}
-    assert ray_ranks._reserved({"CPU": 2.0}) == {"num_cpus": 2.0, "num_gpus": 0}
+
+
+def test_ranks_on_a_cpu_have_huge_pages_unless_the_user_tunes_glibc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    environment = {"env_vars": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
+    options = {"num_cpus": 2.0, "num_gpus": 0}
+    assert ray_ranks._reserved({"CPU": 2.0}) == options | {"runtime_env": environment}
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert ray_ranks._reserved({"CPU": 2.0}) == options
 
 
 def config_on(kind: str) -> EngineConfig:
