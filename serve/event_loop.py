@@ -52,8 +52,8 @@ CHUNK_COST = 0.001
 """Seconds of a core that a chunk costs Ray's Python proxy and the ingress together."""
 HAPROXY_CHUNK_COST = 0.00018
 """The same behind HAProxy, beside an engine on the same cores. Where there are cores to spare it is
-0.00006: most of it is what the engine's threads, which wait for one another, lose by a chunk. Twice
-as much makes 32 streams wait longer and the engine no faster; half takes tokens from it."""
+0.00006: most of it is what the engine's threads, which wait for one another, lose by a chunk. With
+twice as much, 32 streams wait longer and the engine is no faster; with half, it is slower."""
 CHUNK_SHARE = 0.25
 """Of one core, for chunks of all streams of an ingress."""
 MAX_TICK_S = 0.1

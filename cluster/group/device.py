@@ -58,7 +58,8 @@ class RankDevice:
 
 
 def environment_of_ranks(num_gpus: float) -> dict[str, str]:
-    """Return the variables that Ray must start ranks with which reserve so many GPUs each."""
+    """Return the variables that Ray must start ranks with which reserve so many GPUs each;
+    those that reserve none compute on a CPU."""
     if num_gpus:
         return {NOSET: "1"}
     return {} if TUNABLES in os.environ else {TUNABLES: HUGE_PAGES}

@@ -28,7 +28,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, int]:
     """The report of five quick attacks, what was printed, and the exit code."""
     out = tmp_path_factory.mktemp("hostile") / "out.json"
-    lengths = ("--seconds", "3", "--calm-s", "2")
+    lengths = ("--seconds", "4", "--calm-s", "3")
     done = run("hostile.py", "--only", ATTACKS, *lengths, "--out", str(out), *ARGUMENTS)
     assert out.exists(), done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout, done.returncode

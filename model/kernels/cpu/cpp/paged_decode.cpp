@@ -7,8 +7,8 @@
 // Tokens are taken in tiles of LANES, tiles in chunks of TILES: all scores of a chunk, then their
 // weights, then its values. The highest score and the sum are chains of dependent operations, which a
 // chunk pays for once. Heads are inside of tiles, because the rows of a block's heads lie side by
-// side: PIECE bytes a token are enough to read a block in one piece. No processor foresees where the
-// next block lies, so while a tile is attended, one of the next chunk is asked for.
+// side: PIECE bytes a token are enough to read a block in one piece. Hardware cannot predict
+// where the next block lies, so while a tile is attended, one of the next chunk is prefetched.
 //
 // Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks, B tokens per
 // block, M columns of a table.
@@ -76,7 +76,7 @@ inline void widen(const T* row, int64_t dim, f32v* out) {
   memcpy(out, values, sizeof values);
 }
 
-// Asks for a row before it is needed, in the second-level cache: a chunk fills the first.
+// Prefetches a row into the second-level cache: a chunk fills the first.
 template <class T>
 inline void prefetch(const T* row, int64_t dim) {
   constexpr int64_t LINE = 64 / sizeof(T);
